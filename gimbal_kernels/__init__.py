@@ -1,0 +1,1 @@
+"""Primitives for mixture-of-experts serving: counting, placement, migration."""

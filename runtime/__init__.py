@@ -1,0 +1,1 @@
+"""Thin runtime that closes the loop on vLLM."""
