@@ -82,7 +82,7 @@ def _number(
     optional: bool = False,
     unlimited: bool = False,
 ) -> _Kind:
-    """A float in [low, high], or (low, high] with `above`; `unlimited` takes infinity, "off" and "inf" too."""
+    """A float in [low, high], or (low, high] with `above`; `unlimited` takes infinity, "off" and "inf"."""
 
     def check(value: Any) -> float | None:
         if value is None and optional:

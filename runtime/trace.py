@@ -80,8 +80,8 @@ class EngineReport:
         """The report in `obj`, or None for anything that is not one. Never raises.
 
         A missing signal is not zero: a report without one of its signals, or with one that is negative, not
-        finite or (kv) above 1, is no report, and the engine's trace ages instead. `figures` are no signals: one
-        that is not a finite number is left out.
+        finite or (kv) above 1, is no report, and the engine's trace ages instead. `figures` are no signals:
+        one that is not a finite number is left out.
         """
         if not isinstance(obj, dict) or _count(obj.get("v")) != WIRE_VERSION:
             return None
@@ -116,7 +116,7 @@ class EngineReport:
 
 def _count(value: object) -> int | None:
     # bool is an int in Python, but true is no count.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         return None
     return value
 

@@ -1,0 +1,309 @@
+"""Engine selection: which data-parallel engine a request goes to (SPEC section 6, Algorithm 1).
+
+One `EngineSelector` per client (API server). It knows the last trace of every engine and, as compensation,
+the tokens that it has sent since: a trace names the last request that the engine had admitted when it was
+taken, so a late snapshot neither counts a request twice nor erases one.
+
+Every tie is broken by "next in order": the engines form a ring in index order, and the next one is the first
+candidate behind the engine that this policy chose last. A pinned request and one that follows its affinity
+leave the ring where it is: the order did not choose their engine, and turning the ring for them would send
+every other request to that engine's neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from .config import GimbalConfig
+from .trace import EngineTrace
+
+PINNED = "pinned"
+ORDERED_NO_TRACE = "ordered_no_trace"
+ORDERED_STALE = "ordered_stale"
+KV_SATURATED = "kv_saturated"
+SCORE = "score"
+CLOSE = "close"
+REASONS = (PINNED, ORDERED_NO_TRACE, ORDERED_STALE, KV_SATURATED, SCORE, CLOSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """Constants of engine selection. 0.90 and 0.10 are the paper's (arXiv 2606.15177).
+
+    Attributes:
+        w_kv, w_moe: weights of KV cache use and MoE pressure; w_moe = 0 is the mode without feedback.
+        close: scores at most this far above the lowest one count as equal.
+        stale_after: seconds; a trace older than this is stale.
+        kv_saturated, kv_gap: the veto acts when the highest KV cache use exceeds the first and the spread
+            exceeds the second.
+        kv_full: an engine at or above it is left out while another one is below `kv_saturated`.
+
+    Raises:
+        ValueError: a value that is not finite or outside its range.
+    """
+
+    w_kv: float = 1.0
+    w_moe: float = 1.0
+    close: float = 0.05
+    stale_after: float = 5.0
+    kv_saturated: float = 0.90
+    kv_gap: float = 0.10
+    kv_full: float = 0.995
+
+    def __post_init__(self) -> None:
+        for name in ("w_kv", "w_moe", "close", "stale_after", "kv_saturated", "kv_gap", "kv_full"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: {value!r}; valid: a finite number >= 0")
+        if self.kv_full < self.kv_saturated:
+            # Otherwise one engine could be full and below saturation at once, and all of them be left out.
+            raise ValueError(f"kv_full: {self.kv_full}; valid: at least kv_saturated ({self.kv_saturated})")
+
+    @classmethod
+    def from_config(cls, config: GimbalConfig) -> SelectConfig:
+        """The constants that the settings ask for; w_moe is 0 in modes without feedback."""
+        return cls(
+            w_kv=config.w_kv,
+            w_moe=config.w_moe if config.feeds_pressure else 0.0,
+            close=config.close,
+            stale_after=config.stale_after,
+            kv_saturated=config.kv_saturated,
+            kv_gap=config.kv_gap,
+            kv_full=config.kv_full,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes.
+
+    Attributes:
+        engine: index of the engine.
+        reason: one of `REASONS`.
+        seq: number of this request among those that this client sent to this engine, from 1.
+    """
+
+    engine: int
+    reason: str
+    seq: int
+
+
+class EngineSelector:
+    """Algorithm 1 of SPEC section 6, for one client. Not thread-safe: one event loop owns it.
+
+    Args:
+        num_engines: engines to choose from, >= 1.
+        token_budget: Q, tokens of one engine step (max_num_batched_tokens); makes the score dimensionless.
+        config: the constants; by default those of the SPEC.
+        kv_capacity_tokens: tokens that one engine's KV cache holds; None: unknown, and tokens sent since the
+            last trace do not count as KV cache use.
+        first: engine at which the order starts. Clients that start at different engines do not all send their
+            first request to the same one.
+
+    Raises:
+        ValueError: a size below 1, or `first` that is no engine.
+    """
+
+    def __init__(
+        self,
+        num_engines: int,
+        token_budget: int,
+        config: SelectConfig | None = None,
+        *,
+        kv_capacity_tokens: int | None = None,
+        first: int = 0,
+    ) -> None:
+        if num_engines < 1:
+            raise ValueError(f"num_engines: {num_engines}; valid: an integer >= 1")
+        if token_budget < 1:
+            raise ValueError(f"token_budget: {token_budget}; valid: an integer >= 1")
+        if kv_capacity_tokens is not None and kv_capacity_tokens < 1:
+            raise ValueError(f"kv_capacity_tokens: {kv_capacity_tokens}; valid: an integer >= 1, or None")
+        if not 0 <= first < num_engines:
+            raise ValueError(f"first: {first}; valid: 0 to {num_engines - 1}")
+        self.num_engines = num_engines
+        self.token_budget = token_budget
+        self.config = config if config is not None else SelectConfig()
+        self.kv_capacity_tokens = kv_capacity_tokens
+        self._next = first
+        # One list per figure, kept up to date engine by engine: what is left for select() is min and max.
+        self._time = [-math.inf] * num_engines  # -inf: no trace yet
+        self._prefill = [0.0] * num_engines
+        self._kv = [0.0] * num_engines
+        self._moe = [0.0] * num_engines
+        self._kv_now = [0.0] * num_engines  # kv'
+        self._moe_term = [0.0] * num_engines
+        self._moe_changed = False
+        self._score = [0.0] * num_engines
+        self._ack = [0] * num_engines
+        self._seq = [0] * num_engines
+        self._sent: list[dict[int, int]] = [{} for _ in range(num_engines)]  # seq -> tokens, seq ascending
+        self._compensation = [0] * num_engines
+        self._scored: tuple[Sequence[int], Sequence[float]] | None = None
+
+    @property
+    def scores(self) -> tuple[float | None, ...] | None:
+        """Per engine the score in the last decision that computed scores, None where it was no candidate."""
+        if self._scored is None:
+            return None
+        by_engine = dict(zip(*self._scored, strict=True))
+        return tuple(by_engine.get(engine) for engine in range(self.num_engines))
+
+    def compensation(self, engine: int) -> int:
+        """Tokens sent to `engine` that its last trace does not include yet and that have not finished."""
+        self._check_engine("engine", engine)
+        return self._compensation[engine]
+
+    def observe(self, engine: int, trace: EngineTrace) -> None:
+        """Take a new trace of one engine and drop the requests that it includes.
+
+        A trace that is older than one seen before (its time or its ack went back) changes nothing, and
+        neither does one that is not finite: the trace before it ages on. An ack beyond anything sent cannot be
+        about this client's requests, so it drops none.
+
+        Raises:
+            ValueError: `engine` is none.
+        """
+        self._check_engine("engine", engine)
+        figures = (trace.run_prefill, trace.wait_prefill, trace.kv, trace.moe, trace.time)
+        if not all(map(math.isfinite, figures)):
+            return
+        ack = trace.ack if trace.ack <= self._seq[engine] else self._ack[engine]
+        if trace.time < self._time[engine] or ack < self._ack[engine]:
+            return
+        self._prefill[engine] = max(0.0, trace.run_prefill) + max(0.0, trace.wait_prefill)
+        self._kv[engine] = max(0.0, trace.kv)
+        self._moe[engine] = max(0.0, trace.moe)
+        self._moe_changed = True  # the mean, and with it every engine's term
+        self._time[engine] = trace.time
+        self._ack[engine] = ack
+        sent = self._sent[engine]
+        for seq in list(takewhile(lambda seq: seq <= ack, sent)):
+            self._compensation[engine] -= sent.pop(seq)
+        self._refresh(engine)
+
+    def release(self, engine: int, seq: int) -> None:
+        """A request has finished, failed or been aborted: drop it unless a trace already includes it.
+
+        Calling it again, or for a number that was never given out, does nothing.
+
+        Raises:
+            ValueError: `engine` is none.
+        """
+        self._check_engine("engine", engine)
+        self._compensation[engine] -= self._sent[engine].pop(seq, 0)
+        self._refresh(engine)
+
+    def select(
+        self, tokens: int, *, now: float, pinned: int | None = None, affinity: int | None = None
+    ) -> Decision:
+        """Choose the engine for a request and remember that it was sent there.
+
+        Args:
+            tokens: the request's prompt tokens that no prefix cache holds.
+            now: the client's monotonic time in seconds, on the clock of `EngineTrace.time`.
+            pinned: the engine that the request must go to; no test is made.
+            affinity: the engine that is taken if its score is close to the best.
+
+        Raises:
+            ValueError: `tokens` is no integer >= 0; `pinned` or `affinity` is no engine.
+        """
+        if not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"tokens: {tokens!r}; valid: an integer >= 0")
+        if pinned is not None:
+            self._check_engine("pinned", pinned)
+            return self._send(pinned, PINNED, tokens)
+        if affinity is not None:
+            self._check_engine("affinity", affinity)
+        engine, reason = self._choose(now, affinity)
+        if engine != affinity or reason != CLOSE:
+            self._next = engine + 1
+        return self._send(engine, reason, tokens)
+
+    def _choose(self, now: float, affinity: int | None) -> tuple[int, str]:
+        config = self.config
+        candidates = self._candidates()
+        oldest = min(self._at(self._time, candidates))
+        if oldest == -math.inf:
+            return self._next_in_order(candidates), ORDERED_NO_TRACE
+        if now - oldest > config.stale_after:
+            return self._next_in_order(candidates), ORDERED_STALE
+
+        kv = self._at(self._kv_now, candidates)
+        highest, lowest = max(kv), min(kv)
+        if highest > config.kv_saturated and highest - lowest > config.kv_gap:
+            freest = [engine for engine, use in zip(candidates, kv, strict=True) if use == lowest]
+            return self._next_in_order(freest), KV_SATURATED
+
+        if self._moe_changed:
+            self._weigh_moe()
+        scores = list(self._at(self._score, candidates))
+        self._scored = (candidates, scores)
+        best, close = min(scores), config.close
+        equal = [engine for engine, score in zip(candidates, scores, strict=True) if score - best <= close]
+        if len(equal) == 1:
+            return equal[0], SCORE
+        if affinity is not None and affinity in equal:
+            return affinity, CLOSE
+        return self._next_in_order(equal), CLOSE
+
+    def _candidates(self) -> Sequence[int]:
+        """All engines in ascending order, without the full ones if another has room.
+
+        An engine without a trace has an unknown KV cache use: it is neither full nor a reason to leave others
+        out.
+        """
+        full, saturated = self.config.kv_full, self.config.kv_saturated
+        everyone = range(self.num_engines)
+        if max(self._kv) < full:
+            return everyone
+        room = any(
+            use < saturated and time != -math.inf for use, time in zip(self._kv, self._time, strict=True)
+        )
+        return [engine for engine in everyone if self._kv[engine] < full] if room else everyone
+
+    def _at(self, figures: list[float], candidates: Sequence[int]) -> Sequence[float]:
+        if len(candidates) == self.num_engines:
+            return figures
+        return [figures[engine] for engine in candidates]
+
+    def _refresh(self, engine: int) -> None:
+        """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1)."""
+        sent = self._compensation[engine]
+        kv = self._kv[engine]
+        if self.kv_capacity_tokens is not None:
+            kv += sent / self.kv_capacity_tokens
+        self._kv_now[engine] = kv
+        prefill = (self._prefill[engine] + sent) / self.token_budget
+        self._score[engine] = prefill + self.config.w_kv * kv + self._moe_term[engine]
+
+    def _weigh_moe(self) -> None:
+        """The MoE term of every engine; the mean is over all engines, candidates or not."""
+        mean = sum(self._moe) / self.num_engines
+        for engine, moe in enumerate(self._moe):
+            # A mean of 0 says that no engine has processed anything: there is no pressure to compare.
+            excess = max(0.0, moe / mean - 1.0) if mean > 0.0 else 0.0
+            self._moe_term[engine] = self.config.w_moe * excess
+            self._refresh(engine)
+        self._moe_changed = False
+
+    def _next_in_order(self, members: Sequence[int]) -> int:
+        """The first of `members` (ascending, not empty) at or behind the ring's position."""
+        place = bisect_left(members, self._next)
+        return members[place] if place < len(members) else members[0]
+
+    def _send(self, engine: int, reason: str, tokens: int) -> Decision:
+        self._seq[engine] += 1
+        seq = self._seq[engine]
+        self._sent[engine][seq] = tokens
+        self._compensation[engine] += tokens
+        self._refresh(engine)
+        return Decision(engine, reason, seq)
+
+    def _check_engine(self, name: str, engine: int) -> None:
+        if not 0 <= engine < self.num_engines:
+            raise ValueError(f"{name}: {engine}; valid: 0 to {self.num_engines - 1}")
