@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ._arrays import to_host
+
 
 @dataclass(frozen=True, eq=False)
 class Topology:
@@ -23,7 +25,7 @@ class Topology:
     distance: Any
 
     def __post_init__(self) -> None:
-        distance = np.array(self.distance, dtype=np.float64)
+        distance = np.array(to_host(self.distance, "distance"), dtype=np.float64)
         if distance.ndim != 2 or 0 in distance.shape:
             raise ValueError(f"distance: shape {distance.shape}; valid: [S, R] with S >= 1 and R >= 1")
         if not np.isfinite(distance).all() or (distance < 0).any():
@@ -56,9 +58,9 @@ class Topology:
         if ranks % sources:
             raise ValueError(f"sources: {sources} does not divide {ranks} ranks; valid: a divisor of {ranks}")
         owned = ranks // sources
-        rank = np.arange(ranks)
-        owner = rank // owned
-        node = rank // gpus_per_node
+        rank: Any = np.arange(ranks)
+        owner: Any = rank // owned
+        node: Any = rank // gpus_per_node
         distance = np.full((sources, ranks), float(far))
         for source in range(sources):
             mine = owner == source

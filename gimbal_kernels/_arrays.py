@@ -1,0 +1,39 @@
+"""Turning whatever array a caller has into a numpy array on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def to_host(value: Any, name: str) -> Any:
+    """The numbers of `value` as a numpy array on the host, without a copy where that is possible.
+
+    Args:
+        value: a torch tensor on any device, a numpy array, any DLPack array, or nested sequences of numbers.
+        name: the argument's name, for the error.
+
+    Returns:
+        A numpy array of a boolean, integer or real dtype. bfloat16 and other types that numpy lacks become
+        float64, which holds each of their values exactly.
+
+    Raises:
+        ValueError: ragged sequences, strings, objects or complex numbers.
+    """
+    if not isinstance(value, (torch.Tensor, np.ndarray)) and hasattr(value, "__dlpack__"):
+        value = torch.from_dlpack(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        try:
+            return value.numpy()
+        except TypeError:
+            return value.to(torch.float64).numpy()
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: not an array of numbers ({error}); valid: a tensor or array") from None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name}: dtype {array.dtype}; valid: integers or real numbers")
+    return array
