@@ -12,7 +12,9 @@ from types import FrameType
 
 import psutil
 
-MARKER = "GIMBAL_SERVER_ID"
+from ..config import SERVER_VARIABLE
+
+MARKER = SERVER_VARIABLE
 """Environment variable whose value is unique to one server; its child processes inherit it."""
 
 
@@ -88,7 +90,7 @@ def wait_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psuti
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to each; one that has just ended, or whose id now belongs to another process, is passed over."""
+    """SIGKILL to each; one that has just ended, or whose id another process has now, is passed over."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -1,4 +1,4 @@
-"""One real vLLM server on this machine for the demo and the tests: started, awaited, stopped with all it started."""
+"""A real vLLM server on this machine for the demo and the tests: started, awaited, stopped entirely."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from types import TracebackType
 import psutil
 
 from . import processes
+from .errors import RunError
 
 HOST = "127.0.0.1"
 KV_CACHE_BYTES = 256 << 20
 
 
-class ServerError(RuntimeError):
+class ServerError(RunError):
     """The server did not come up, or would not go away; the message holds the end of its log."""
 
 
@@ -149,7 +150,7 @@ class VllmServer:
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIMBAL_")}
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         env |= {"VLLM_HOST_IP": HOST, "PYTHONUNBUFFERED": "1"}
-        # vLLM's own binding wants one NUMA node per rank; on a small machine ranks share the cores evenly instead.
+        # vLLM's own binding wants one NUMA node per rank; on a small machine ranks share the cores evenly.
         threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         # Process titles are otherwise written over the environment, where the marker is looked for.
