@@ -29,7 +29,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma"):
-            check_number(getattr(self, name), name)
+            value = getattr(self, name)
+            check_number(value, name)
+            object.__setattr__(self, name, float(value))
 
     @staticmethod
     def for_expert(

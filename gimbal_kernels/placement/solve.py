@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from . import reference
+from typing import Any
+
+from . import host, reference
 from .objective import evaluate
 from .problem import Placement, PlacementProblem
 
@@ -40,4 +42,16 @@ def place(problem: PlacementProblem, *, method: str = "paper", backend: str = "a
             f"method: {method!r} places one copy per expert, but there are {problem.num_slots} slots for "
             f"{problem.num_experts} experts; valid with spare slots: eplb, stay"
         )
-    return evaluate(problem, reference.solve(problem, method))
+    return evaluate(problem, _backend(backend).solve(problem, method))
+
+
+def available_backends() -> dict[str, str]:
+    """Backend name -> "ready", or the reason why it cannot be used."""
+    return {"host": host.status(), "reference": "ready"}
+
+
+def _backend(name: str) -> Any:
+    reason = host.status()
+    if name == "host" and reason != "ready":
+        raise ValueError(f"backend: 'host' is not available: {reason}; valid: auto, reference")
+    return reference if name == "reference" or reason != "ready" else host

@@ -1,0 +1,67 @@
+// C interface of the placement methods, called from gimbal_kernels/placement/host.py, which validates.
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "placement/layer.hpp"
+#include "placement/packing.hpp"
+#include "placement/parallel.hpp"
+#include "placement/scored.hpp"
+#include "placement/slots.hpp"
+
+namespace {
+
+using namespace gimbal::placement;
+
+enum Method : std::int32_t { kPaper = 0, kGreedy = 1, kBalanced = 2 };
+
+// Below this many multiply-adds (about a millisecond on one core) starting threads costs more than they save.
+constexpr std::size_t kThreadedWork = 1'000'000;
+// A layer with less than 2^-64 picks in all counts as empty, as in gimbal_kernels/placement/checks.py.
+constexpr double kEmptyBelow = 0x1p-64;
+
+void place_layer(const Layer& layer, Method method, const Weights& weights, std::int32_t* slots) {
+  const std::vector<double> load = expert_loads(layer);
+  double total = 0.0;
+  for (const double picks : load) total += picks;
+  if (total < kEmptyBelow) {
+    keep_or_identity(layer, slots);
+  } else if (method == kBalanced) {
+    slots_in_ranks(layer, Packing(layer.shape, load).run(), slots);
+  } else {
+    const ScoreFactors factors = method == kPaper ? paper_factors(layer.shape, total, weights)
+                                                  : greedy_factors(layer.shape, total, weights);
+    slots_in_ranks(layer, place_by_score(layer, load, total, factors), slots);
+  }
+}
+
+std::size_t thread_count(std::size_t layers, const Shape& shape, std::int32_t requested) {
+  if (requested > 0) return static_cast<std::size_t>(requested);
+  const std::size_t work = layers * shape.experts * shape.ranks * (shape.sources + 4);
+  if (work < kThreadedWork) return 1;
+  return std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
+}
+
+}  // namespace
+
+// Bumped whenever the signature or the meaning of an argument changes.
+extern "C" std::int32_t gimbal_placement_abi() { return 1; }
+
+// shape: layers, sources, experts, ranks, slots per rank. traffic: [layers, sources, experts]. distance: [sources,
+// ranks]. current: [layers, slots] or null. weights: alpha, beta, gamma. slots: [layers, slots], written.
+// threads: 0 chooses by size. Returns 0, or 1 when memory ran out.
+extern "C" std::int32_t gimbal_placement_solve(std::int32_t method, const std::int64_t* shape, const double* traffic,
+                                               const double* distance, const std::int32_t* current,
+                                               const double* weights, std::int32_t threads, std::int32_t* slots) {
+  const std::size_t layers = static_cast<std::size_t>(shape[0]);
+  const Shape layer_shape{static_cast<std::size_t>(shape[1]), static_cast<std::size_t>(shape[2]),
+                          static_cast<std::size_t>(shape[3]), static_cast<std::size_t>(shape[4])};
+  const std::size_t cells = layer_shape.sources * layer_shape.experts, total = layer_shape.slots();
+  const auto body = [&](std::size_t l) {
+    const Layer layer{layer_shape, traffic + l * cells, distance, current == nullptr ? nullptr : current + l * total};
+    place_layer(layer, static_cast<Method>(method), {weights[0], weights[1], weights[2]}, slots + l * total);
+  };
+  return for_each_layer(layers, thread_count(layers, layer_shape, threads), body) ? 0 : 1;
+}

@@ -1,0 +1,74 @@
+"""The compiled methods: same bytes as `reference`, layers on threads for large problems (csrc/placement)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import _host_library
+from .problem import CALIBRATED, PlacementProblem, Weights
+
+ABI = 1
+METHOD_NUMBERS = {"paper": 0, "greedy": 1, "eplb": 2}
+DEFAULT_WEIGHTS = {"paper": CALIBRATED, "greedy": Weights(), "eplb": Weights()}
+
+
+@lru_cache(maxsize=1)
+def _bind() -> tuple[Any, str]:
+    library = _host_library.load()
+    if library is None:
+        return None, _host_library.status()
+    try:
+        abi = library.gimbal_placement_abi
+        solve_layers = library.gimbal_placement_solve
+    except AttributeError as error:
+        return None, f"the host library was built from other sources, reinstall ({error})"
+    abi.restype = ctypes.c_int32
+    if abi() != ABI:
+        return None, f"the host library has placement interface {abi()}, not {ABI}: reinstall"
+    pointer = ctypes.c_void_p
+    solve_layers.argtypes = [ctypes.c_int32, *[pointer] * 5, ctypes.c_int32, pointer]
+    solve_layers.restype = ctypes.c_int32
+    return solve_layers, "ready"
+
+
+def status() -> str:
+    """ "ready", or the reason why the compiled methods cannot be used."""
+    return _bind()[1]
+
+
+def solve(problem: PlacementProblem, method: str, *, threads: int = 0) -> Any:
+    """Slot map int32 [L, P] by `method`, as `reference.solve`; threads = 0 chooses their number by size.
+
+    Raises:
+        RuntimeError: the library is not available (`status` says why).
+        MemoryError: no memory for the work space.
+    """
+    solve_layers, reason = _bind()
+    if solve_layers is None:
+        raise RuntimeError(f"compiled placement is not available: {reason}")
+    if method == "stay" and problem.current is not None:
+        return problem.current
+    traffic = problem.traffic
+    if method == "stay":  # without a current placement: what a layer without traffic gets
+        method, traffic = "eplb", np.zeros_like(traffic)
+    chosen = problem.weights_for(DEFAULT_WEIGHTS[method])
+    weights = np.array([chosen.alpha, chosen.beta, chosen.gamma], dtype=np.float64)
+    shape = np.array([*traffic.shape, problem.num_ranks, problem.slots_per_rank], dtype=np.int64)
+    slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
+    failed = solve_layers(
+        METHOD_NUMBERS[method],
+        shape.ctypes.data,
+        traffic.ctypes.data,
+        problem.topology.distance.ctypes.data,
+        None if problem.current is None else problem.current.ctypes.data,
+        weights.ctypes.data,
+        threads,
+        slots.ctypes.data,
+    )
+    if failed:
+        raise MemoryError("compiled placement: out of memory")
+    return slots
