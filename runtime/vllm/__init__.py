@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from .guard import install_hooks, once
+import importlib
+import os
+
+from ..config import GimbalConfig
+from .guard import Hook, install_hooks, once
+
+CPU_MODULES = ("cpu_platform", "cpu_eplb")
+"""Platform layer: active on vLLM's CPU platform only, in every mode."""
+
+MODULES = ("settings", "source_rows", "eplb_policy", "worker_report", "engine_stats", "trace_path")
+"""The hooks proper. They ask each server's settings what to do, so that mode `off` is stock vLLM."""
+
+
+def _hooks(name: str) -> list[Hook]:
+    """The hooks of one module; a module that cannot even be imported is one hook that does not fit."""
+    try:
+        return list(importlib.import_module(f"{__name__}.{name}").HOOKS)
+    except Exception as error:
+        failure = error
+
+        def fail() -> None:
+            raise failure
+
+        return [Hook(name, fail)]
 
 
 @once
 def register() -> None:
-    """Entry point `vllm.general_plugins`: called in every vLLM process before anything else is built."""
+    """Entry point `vllm.general_plugins`: called in every vLLM process before an engine is built.
+
+    Raises:
+        ValueError: an unknown GIMBAL_* variable, mode or value; the message lists the valid ones.
+        RuntimeError: `strict`, and a hook does not fit the installed vLLM.
+    """
     import vllm
     from vllm.platforms import current_platform
 
-    from . import cpu_eplb, cpu_platform
-
-    if current_platform.is_cpu():
-        install_hooks((*cpu_platform.HOOKS, *cpu_eplb.HOOKS), vllm.__version__, strict=False)
+    config = GimbalConfig.from_sources(None, os.environ)
+    modules = [*(CPU_MODULES if current_platform.is_cpu() else ()), *MODULES]
+    hooks = [hook for name in modules for hook in _hooks(name)]
+    install_hooks(hooks, vllm.__version__, strict=config.strict)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .guard import Hook, expect, logger
+from .guard import Hook, expect, logger, patch
 
 EPLB = "vllm.distributed.eplb"
 
@@ -74,8 +74,8 @@ class _PlatformWithBalancer:
 def _install_permission() -> None:
     # `is_cuda_alike` is asked in that module by the balancer's check alone.
     expect("vllm.config.parallel", "current_platform.is_cuda_alike")
-    module = __import__("vllm.config.parallel", fromlist=["current_platform"])
-    module.current_platform = _PlatformWithBalancer(module.current_platform)
+    platform = expect("vllm.config.parallel", "current_platform")
+    patch("vllm.config.parallel", "current_platform", _PlatformWithBalancer(platform))
 
 
 def map_and_record(
@@ -100,7 +100,9 @@ def map_and_record(
     if num_unpadded_tokens is not None:
         counted &= (torch.arange(rows) < num_unpadded_tokens).unsqueeze(1)
     expert_load_view.scatter_add_(
-        0, slots.clamp(0, expert_load_view.shape[0] - 1).flatten(), counted.flatten().to(expert_load_view.dtype)
+        0,
+        slots.clamp(0, expert_load_view.shape[0] - 1).flatten(),
+        counted.flatten().to(expert_load_view.dtype),
     )
     return slots.to(topk_ids.dtype)
 
@@ -110,7 +112,7 @@ def _install_recording() -> None:
     parameters += ["record_enabled", "num_unpadded_tokens"]
     module = "vllm.model_executor.layers.fused_moe.router.base_router"
     expect(module, "eplb_map_to_physical_and_record", parameters)
-    __import__(module, fromlist=["BaseRouter"]).eplb_map_to_physical_and_record = map_and_record
+    patch(module, "eplb_map_to_physical_and_record", map_and_record)
 
 
 def _install_runner() -> None:
@@ -127,7 +129,9 @@ def _install_runner() -> None:
             torch.Event = HostEvent  # type: ignore[misc, assignment]
             self._moe_model = find_moe(self.model)
             if self._moe_model is None:
-                raise ValueError(f"enable_eplb: {type(self.model).__name__} has no MoE layers; valid: a MoE model")
+                raise ValueError(
+                    f"enable_eplb: {type(self.model).__name__} has no MoE layers; valid: a MoE model"
+                )
             self.eplb_state = state_class(self.parallel_config, self.device)
             self.eplb_state.add_model(self._moe_model, self.model_config)
             if self.eplb_state.is_async:
@@ -173,10 +177,9 @@ def _install_runtime() -> None:
         return communicator
 
     for name in names:
-        __import__(f"{EPLB}.{name}", fromlist=["device_stream"]).device_stream = _no_stream
-    state_module = __import__(f"{EPLB}.eplb_state", fromlist=["EplbState"])
-    state_module.create_eplb_communicator = create
-    state_module.start_async_worker = _start_async_worker
+        patch(f"{EPLB}.{name}", "device_stream", _no_stream)
+    patch(f"{EPLB}.eplb_state", "create_eplb_communicator", create)
+    patch(f"{EPLB}.eplb_state", "start_async_worker", _start_async_worker)
 
 
 HOOKS = (

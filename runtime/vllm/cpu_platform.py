@@ -40,7 +40,9 @@ def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None =
     return _gather_rows(self, input_, sizes)
 
 
-def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+def _reduce_scatterv(
+    self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> torch.Tensor:
     """Sums `input_` [n, ...] over the ranks in float32 and keeps this rank's rows."""
     if dim not in (0, -input_.dim()):
         raise ValueError(f"dim: {dim}; valid on the CPU platform: 0")

@@ -8,10 +8,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 # Under vLLM's logger tree, so that its handlers and level apply in every vLLM process.
 logger = logging.getLogger("vllm.gimbal")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning the first time that it is given."""
+    logger.warning(message)
+
 
 SUPPORTED_VERSIONS = ("0.32.", "0.33.")
 """Version prefixes whose internals the hooks were written against."""
@@ -52,8 +60,15 @@ def expect(module: str, path: str, parameters: Iterable[str] = ()) -> Any:
     if wanted:
         present = list(inspect.signature(found).parameters)
         if present[: len(wanted)] != wanted:
-            raise HookMismatch(f"{module}.{path} takes ({', '.join(present)}), not ({', '.join(wanted)}, ...)")
+            raise HookMismatch(
+                f"{module}.{path} takes ({', '.join(present)}), not ({', '.join(wanted)}, ...)"
+            )
     return found
+
+
+def patch(module: str, name: str, value: Any) -> None:
+    """Rebinds a global of one of vLLM's modules."""
+    setattr(importlib.import_module(module), name, value)
 
 
 def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[str]:
@@ -78,7 +93,8 @@ def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[
             message = f"Gimbal hook '{hook.name}' is not active, vLLM's own behaviour stays: {error}"
             if strict:
                 raise RuntimeError(message) from error
-            logger.warning(message)
+            # Every process of a server comes to the same finding: the first one says it.
+            logger.log(logging.WARNING if parent_process() is None else logging.DEBUG, message)
         else:
             active.append(hook.name)
     return active

@@ -1,0 +1,116 @@
+"""Prometheus figures, named `gimbal_*`, in the API server's own /metrics.
+
+Instruments are made when the first API server client is built: prometheus_client then knows whether several API
+servers share one registry. Figures that all engines agree on (placement, migration) are exported by one API
+server only, so that their sum over the servers is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .engine_select import Decision
+from .trace import EngineReport
+
+
+class Metric(NamedTuple):
+    """One row of the README's table."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+DECISIONS = Metric(
+    "gimbal_engine_decisions_total", "counter", ("engine", "reason"), "requests sent to an engine, by reason"
+)
+SCORE = Metric("gimbal_engine_score", "gauge", ("engine",), "score of the engine in the last scored decision")
+
+WORKER_METRICS = {
+    "remote_pick_share": Metric(
+        "gimbal_remote_pick_share", "gauge", (), "share of picks served off their source's ranks, last window"
+    ),
+    "max_over_mean": Metric(
+        "gimbal_rank_load_max_over_mean",
+        "gauge",
+        (),
+        "fullest rank over the mean, averaged over layers, last window",
+    ),
+    "picks": Metric("gimbal_picks_total", "counter", (), "routed picks counted in closed windows"),
+    "experts_moved": Metric("gimbal_experts_moved_total", "counter", (), "expert copies that changed rank"),
+    "bytes_moved": Metric("gimbal_bytes_moved_total", "counter", (), "bytes of the moved experts' weights"),
+    "rearrangements": Metric(
+        "gimbal_rearrangements_total", "counter", (), "windows closed with a placement decided"
+    ),
+    "rearrangement_seconds": Metric(
+        "gimbal_rearrangement_seconds_total",
+        "counter",
+        (),
+        "seconds from the decision to the last layer's commit",
+    ),
+}
+"""Figure name in an engine's report -> metric."""
+
+METRICS = (DECISIONS, SCORE, *WORKER_METRICS.values())
+
+
+@dataclass(frozen=True)
+class _Instruments:
+    decisions: Any
+    score: Any
+    worker: dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def _instruments() -> _Instruments:
+    from prometheus_client import Counter, Gauge
+
+    def make(metric: Metric) -> Any:
+        if metric.kind == "counter":
+            return Counter(metric.name.removesuffix("_total"), metric.meaning, metric.labels)
+        return Gauge(metric.name, metric.meaning, metric.labels, multiprocess_mode="mostrecent")
+
+    worker = {figure: make(metric) for figure, metric in WORKER_METRICS.items()}
+    return _Instruments(make(DECISIONS), make(SCORE), worker)
+
+
+class EngineMetrics:
+    """What one API server exports.
+
+    Args:
+        exports_figures: whether this API server is the one that exports the engines' common figures.
+    """
+
+    def __init__(self, *, exports_figures: bool) -> None:
+        self._instruments = _instruments()
+        self._exports_figures = exports_figures
+        self._totals: dict[str, float] = {}
+
+    def decision(self, decision: Decision, scores: Sequence[float | None] | None) -> None:
+        """Counts a decision; `scores` [engines] is None when it was not made by score, an entry when left out."""
+        self._instruments.decisions.labels(engine=str(decision.engine), reason=decision.reason).inc()
+        for engine, score in enumerate(scores or ()):
+            if score is not None:
+                self._instruments.score.labels(engine=str(engine)).set(score)
+
+    def figures(self, reports: Iterable[EngineReport | None]) -> None:
+        """Exports the newest of the engines' figures; totals never fall, whichever engine reports them."""
+        if not self._exports_figures:
+            return
+        known = [report.figures for report in reports if report is not None and "windows" in report.figures]
+        if not known:
+            return
+        newest = max(known, key=lambda figures: figures["windows"])
+        for name, instrument in self._instruments.worker.items():
+            if name not in newest:
+                continue
+            if WORKER_METRICS[name].kind == "gauge":
+                instrument.set(newest[name])
+                continue
+            total = max(figures.get(name, 0.0) for figures in known)
+            instrument.inc(max(0.0, total - self._totals.get(name, 0.0)))
+            self._totals[name] = max(total, self._totals.get(name, 0.0))

@@ -1,0 +1,193 @@
+"""An API server chooses the engine of a new request by Algorithm 1 (SPEC section 6).
+
+The chosen engine is handed to vLLM's own method as if the request had been pinned to it, so that vLLM's
+bookkeeping stays vLLM's. Rows from the coordinator are cut back to vLLM's three columns; the fourth, an engine's
+report, feeds the selector and the metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..engine_select import Decision, EngineSelector, SelectConfig
+from ..metrics import EngineMetrics
+from ..trace import EngineReport
+from .coordinator import STOCK_ROW
+from .engine_stats import SEQUENCE_HEADER
+from .guard import Fuse, HookMismatch, expect
+from .settings import config_for, traffic_travels
+
+MODULE = "vllm.v1.engine.core_client"
+STOCK_METHODS = {
+    "__init__": ["self", "vllm_config"],
+    "get_core_engine_for_request": ["self", "request"],
+    "process_engine_outputs": ["self", "outputs"],
+    "abort_requests_async": ["self", "request_ids"],
+}
+
+
+class EngineChoice:
+    """One API server's view of its engines.
+
+    Args:
+        vllm_config: of the server; gives Q = max_num_batched_tokens and the KV capacity in tokens.
+        num_engines: engines that this API server may choose from.
+        client_index: of this API server; engines acknowledge per client.
+        first: engine at which this API server's order starts.
+    """
+
+    def __init__(self, vllm_config: Any, num_engines: int, client_index: int, first: int = 0) -> None:
+        self.config = config_for(vllm_config)
+        self.fuse = Fuse("engine-choice")
+        self.client_index = client_index
+        self.metrics = EngineMetrics(exports_figures=client_index == 0)
+        self._vllm_config = vllm_config
+        self._first = first
+        self._counters: list[int] = []
+        self._sent: dict[str, tuple[int, int]] = {}
+        self.resize(num_engines)
+
+    def resize(self, num_engines: int) -> None:
+        """Starts afresh with another number of engines (elastic expert parallelism)."""
+        self.selector = EngineSelector(
+            num_engines,
+            self._vllm_config.scheduler_config.max_num_batched_tokens,
+            SelectConfig.from_config(self.config),
+            kv_capacity_tokens=getattr(self._vllm_config.cache_config, "kv_cache_size_tokens", None) or None,
+            first=self._first % num_engines,
+        )
+        self._counters = [-1] * num_engines
+        self._sent.clear()
+
+    def observe(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Takes the reports out of the coordinator's rows; a row without one, or an old one, changes nothing."""
+        now = time.monotonic()
+        reports = [EngineReport.from_wire(row[STOCK_ROW]) if len(row) > STOCK_ROW else None for row in rows]
+        pressure = _newest_pressure(reports)
+        for engine, report in enumerate(reports[: len(self._counters)]):
+            if report is None or report.counter <= self._counters[engine]:
+                continue
+            self._counters[engine] = report.counter
+            trace = report.trace_for(self.client_index, now)
+            # An engine without requests has no worker output to learn its pressure from: any engine's newest
+            # exchange tells it of all of them.
+            self.selector.observe(engine, replace(trace, moe=pressure.get(f"pressure_{engine}", trace.moe)))
+        self.metrics.figures(reports)
+
+    def choose(self, request: Any, pinned: int | None) -> Decision:
+        """Chooses, remembers the request for `release`, and numbers it for the engine's acknowledgement."""
+        decision = self.selector.select(_prompt_tokens(request), now=time.monotonic(), pinned=pinned)
+        request.trace_headers = {**(request.trace_headers or {}), SEQUENCE_HEADER: str(decision.seq)}
+        self.release(request.request_id)  # a streaming session sends again under the same id
+        self._sent[request.request_id] = (decision.engine, decision.seq)
+        self.metrics.decision(decision, self.selector.scores)
+        return decision
+
+    def release(self, request_id: str) -> None:
+        """The request has finished, failed or been aborted."""
+        sent = self._sent.pop(request_id, None)
+        if sent is not None:
+            self.selector.release(*sent)
+
+
+def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]:
+    figures = [
+        report.figures for report in reports if report is not None and "pressure_step" in report.figures
+    ]
+    return dict(max(figures, key=lambda entry: entry["pressure_step"])) if figures else {}
+
+
+def _prompt_tokens(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0]) if request.prompt_embeds is not None else 0
+
+
+class _Rows:
+    """`lb_engines`: holds vLLM's three columns, hands the fourth to the engine choice."""
+
+    def __get__(self, client: Any, _owner: Any = None) -> Any:
+        return self if client is None else vars(client)["_lb_rows"]
+
+    def __set__(self, client: Any, rows: list[list[Any]]) -> None:
+        vars(client)["_lb_rows"] = [row[:STOCK_ROW] for row in rows]
+        choice = vars(client).get("_gimbal_choice")
+        if choice is not None:
+            choice.fuse.run(lambda: choice.observe(rows), lambda: None)
+
+
+def check() -> None:
+    """Looks up all that `install` changes, and changes nothing.
+
+    Raises:
+        HookMismatch: this vLLM is not as expected.
+    """
+    for name, parameters in STOCK_METHODS.items():
+        expect(MODULE, f"DPLBAsyncMPClient.{name}", parameters)
+    expect(MODULE, "get_late_interaction_engine_index", ["pooling_params", "num_engines"])
+    if "trace_headers" not in expect("vllm.v1.engine", "EngineCoreRequest").__struct_fields__:
+        raise HookMismatch("EngineCoreRequest has no trace_headers")
+
+
+def install() -> None:
+    """Replaces the choice of vLLM's API server client, and what it is told."""
+    client_class = expect(MODULE, "DPLBAsyncMPClient")
+    init, stock, process_outputs, abort = (
+        expect(MODULE, f"DPLBAsyncMPClient.{name}") for name in STOCK_METHODS
+    )
+    late_index = expect(MODULE, "get_late_interaction_engine_index")
+
+    def client_init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        if traffic_travels(config_for(vllm_config)):
+            self._gimbal_choice = EngineChoice(
+                vllm_config, len(self.core_engines), self.client_index, self.eng_start_index
+            )
+
+    def choose(self: Any, choice: EngineChoice, request: Any) -> Any:
+        if choice.selector.num_engines != len(self.core_engines):
+            choice.resize(len(self.core_engines))
+        known = self.reqs_in_flight.get(request.request_id)
+        pinned = self.core_engines.index(known) if known is not None else request.data_parallel_rank
+        if pinned is None:
+            pinned = late_index(request.pooling_params, len(self.core_engines))
+        asked = request.data_parallel_rank
+        request.data_parallel_rank = choice.choose(request, pinned).engine
+        try:
+            return stock(self, request)
+        finally:
+            request.data_parallel_rank = asked
+
+    def get_core_engine_for_request(self: Any, request: Any) -> Any:
+        choice = vars(self).get("_gimbal_choice")
+        if choice is None or not choice.config.chooses_engines:
+            return stock(self, request)
+        return choice.fuse.run(lambda: choose(self, choice, request), lambda: stock(self, request))
+
+    async def process_engine_outputs(self: Any, outputs: Any) -> None:
+        choice = vars(self).get("_gimbal_choice")
+        if choice is not None:
+            for request_id in outputs.finished_requests or ():
+                choice.release(request_id)
+            for (
+                output
+            ) in outputs.outputs:  # a request that failed before it was admitted is reported here only
+                if output.finish_reason is not None:
+                    choice.release(output.request_id)
+        await process_outputs(self, outputs)
+
+    async def abort_requests_async(self: Any, request_ids: list[str]) -> None:
+        choice = vars(self).get("_gimbal_choice")
+        if choice is not None:
+            for request_id in request_ids:
+                choice.release(request_id)
+        await abort(self, request_ids)
+
+    client_class.__init__ = client_init
+    client_class.lb_engines = _Rows()
+    client_class.get_core_engine_for_request = get_core_engine_for_request
+    client_class.process_engine_outputs = staticmethod(process_engine_outputs)
+    client_class.abort_requests_async = abort_requests_async

@@ -1,0 +1,138 @@
+"""Scheduler classes: vLLM's own, with Algorithm 2 (SPEC section 7) as the waiting queue.
+
+`settings` names one of them in the scheduler configuration unless the user has named another. With vLLM's
+priority policy the queue stays vLLM's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from ..request_queue import ShortestPrefillQueue
+from .guard import Fuse, logger
+from .settings import config_for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A waiting request with the size that it was queued by."""
+
+    request: Any
+    prefill_tokens: int
+    arrival_time: float
+
+
+class WaitingQueue(RequestQueue):  # type: ignore[misc]
+    """vLLM's queue interface over `ShortestPrefillQueue`.
+
+    Args:
+        age_limit: seconds; older requests are served in arrival order. math.inf: never.
+        block_size: tokens of a KV block; sizes are compared in blocks.
+        uncached_tokens: tokens of a request that no prefix cache holds.
+    """
+
+    def __init__(self, *, age_limit: float, block_size: int, uncached_tokens: Callable[[Any], int]) -> None:
+        # Requests carry the wall-clock time at which the API server received them.
+        self._queue: ShortestPrefillQueue[_Waiting] = ShortestPrefillQueue(
+            age_limit=age_limit, clock=time.time, block_size=block_size
+        )
+        self._entries: dict[str, _Waiting] = {}
+        self._uncached_tokens = uncached_tokens
+        self.prefill_tokens = 0  # of all waiting requests, as they were queued
+
+    def add_request(self, request: Any) -> None:
+        self._queue.push(self._enter(request))
+
+    def prepend_request(self, request: Any) -> None:
+        """Preempted requests go first; one that was only passed over goes back to its place."""
+        if request.status == RequestStatus.PREEMPTED:
+            self._queue.push_front(self._enter(request))
+        else:
+            self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Any:
+        return self._queue.peek().request
+
+    def pop_request(self) -> Any:
+        return self._leave(self._queue.pop())
+
+    def remove_request(self, request: Any) -> None:
+        entry = self._entries[request.request_id]
+        self._queue.remove(entry)
+        self._leave(entry)
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Removes those that are here; vLLM passes requests of both its queues to each of them."""
+        for request in requests:
+            if request.request_id in self._entries:
+                self.remove_request(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry.request for entry in self._queue)
+
+    def _enter(self, request: Any) -> _Waiting:
+        entry = _Waiting(request, self._uncached_tokens(request), request.arrival_time)
+        self._entries[request.request_id] = entry
+        self.prefill_tokens += entry.prefill_tokens
+        return entry
+
+    def _leave(self, entry: _Waiting) -> Any:
+        del self._entries[entry.request.request_id]
+        self.prefill_tokens -= entry.prefill_tokens
+        return entry.request
+
+
+class _ShortestPrefillFirst:
+    """Mixin: replaces the waiting queue once vLLM's scheduler is built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        if scheduler.policy != SchedulingPolicy.FCFS:
+            logger.warning("Gimbal: vLLM's '%s' policy is on; the queue stays vLLM's", scheduler.policy.value)
+            return
+        self._prefix_fuse = Fuse("queue-prefix-lookup")
+        scheduler.waiting = WaitingQueue(
+            age_limit=config_for(scheduler.vllm_config).age_limit,
+            block_size=scheduler.block_size,
+            uncached_tokens=self._uncached_tokens,
+        )
+
+    def _uncached_tokens(self, request: Any) -> int:
+        left = int(request.num_tokens - request.num_computed_tokens)
+        return self._prefix_fuse.run(lambda: left - self._cached_tokens(request), lambda: left)
+
+    def _cached_tokens(self, request: Any) -> int:
+        """Tokens that the prefix cache would give now; it is only looked at, no statistics are touched."""
+        manager: Any = getattr(self, "kv_cache_manager", None)
+        if request.num_computed_tokens or not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        return int(
+            manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1]
+        )
+
+
+class GimbalScheduler(_ShortestPrefillFirst, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with the shortest prefill first."""
+
+
+class GimbalAsyncScheduler(_ShortestPrefillFirst, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler with the shortest prefill first."""
