@@ -162,20 +162,20 @@ class EngineSelector:
         """Take a new trace of one engine and drop the requests that it includes.
 
         A trace that is older than one seen before (its time or its ack went back) changes nothing, and
-        neither does one that is not finite: the trace before it ages on. An ack beyond anything sent cannot be
-        about this client's requests, so it drops none.
+        neither does one that is not finite: the trace before it ages on. An ack beyond anything sent cannot
+        be about this client's requests, so it drops none.
 
         Raises:
             ValueError: `engine` is none.
         """
         self._check_engine("engine", engine)
-        figures = (trace.run_prefill, trace.wait_prefill, trace.kv, trace.moe, trace.time)
-        if not all(map(math.isfinite, figures)):
+        prefill = trace.run_prefill + trace.wait_prefill
+        if not all(map(math.isfinite, (prefill, trace.kv, trace.moe, trace.time))):
             return
         ack = trace.ack if trace.ack <= self._seq[engine] else self._ack[engine]
         if trace.time < self._time[engine] or ack < self._ack[engine]:
             return
-        self._prefill[engine] = max(0.0, trace.run_prefill) + max(0.0, trace.wait_prefill)
+        self._prefill[engine] = max(0.0, prefill)
         self._kv[engine] = max(0.0, trace.kv)
         self._moe[engine] = max(0.0, trace.moe)
         self._moe_changed = True  # the mean, and with it every engine's term
