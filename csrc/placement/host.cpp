@@ -29,7 +29,7 @@ void place_layer(const Layer& layer, Method method, const Weights& weights, std:
   if (total < kEmptyBelow) {
     keep_or_identity(layer, slots);
   } else if (method == kBalanced) {
-    slots_in_ranks(layer, Packing(layer.shape, load).run(), slots);
+    slots_in_ranks(layer, pack_evenly(layer.shape, load), slots);
   } else {
     const ScoreFactors factors = method == kPaper ? paper_factors(layer.shape, total, weights)
                                                   : greedy_factors(layer.shape, total, weights);

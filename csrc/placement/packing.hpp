@@ -1,8 +1,6 @@
 // Method "eplb": balance only. Spare slots go to copies of the fullest experts, then the copies are packed evenly.
 #pragma once
 
-#include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "placement/layer.hpp"
@@ -29,70 +27,37 @@ inline std::vector<std::size_t> count_copies(const Shape& shape, const std::vect
   return copies;
 }
 
-class Packing {
- public:
-  Packing(const Shape& shape, const std::vector<double>& load)
-      : shape_(shape), copies_(count_copies(shape, load)), weight_(load), rank_load_(shape.ranks, 0.0), held_(shape) {
-    for (std::size_t e = 0; e < shape.experts; ++e) weight_[e] = load[e] / static_cast<double>(copies_[e]);
-  }
+// Heaviest copy first, equal ones in ascending id, each to the lightest rank that has a free slot and no copy of the
+// expert; ties: fewer filled slots, then the lowest rank. Until the last expert with several copies is placed, only
+// the least filled of those ranks are considered: up to rounding no restriction, since such copies are at least half
+// as heavy as the fullest one, and it leaves some rank without the expert a free slot for each of its copies.
+inline RankSets pack_evenly(const Shape& shape, const std::vector<double>& load) {
+  const std::vector<std::size_t> copies = count_copies(shape, load);
+  std::vector<double> weight(shape.experts), rank_load(shape.ranks, 0.0);
+  for (std::size_t e = 0; e < shape.experts; ++e) weight[e] = load[e] / static_cast<double>(copies[e]);
+  const std::vector<std::size_t> order = descending(weight);
+  std::size_t in_rows = shape.experts;  // experts of `order` that are placed row by row
+  while (in_rows > 0 && copies[order[in_rows - 1]] == 1) --in_rows;
 
-  // Heaviest copy first, equal ones in ascending id, each to the lightest rank that can take it.
-  RankSets run() {
-    for (const std::size_t e : descending(weight_)) {
-      for (std::size_t copy = 0; copy < copies_[e]; ++copy) {
-        std::size_t rank = lightest_free(e, /*without_expert=*/true);
-        if (rank == shape_.ranks) rank = make_room(e, lightest_free(e, /*without_expert=*/false));
-        held_.add(rank, e);
-        rank_load_[rank] += weight_[e];
+  RankSets held(shape);
+  for (std::size_t nth = 0; nth < shape.experts; ++nth) {
+    const std::size_t e = order[nth];
+    const auto before = [&](std::size_t a, std::size_t b) {
+      if (nth < in_rows && held.filled(a) != held.filled(b)) return held.filled(a) < held.filled(b);
+      if (rank_load[a] != rank_load[b]) return rank_load[a] < rank_load[b];
+      return held.filled(a) < held.filled(b);
+    };
+    for (std::size_t copy = 0; copy < copies[e]; ++copy) {
+      std::size_t best = shape.ranks;
+      for (std::size_t r = 0; r < shape.ranks; ++r) {
+        if (held.filled(r) == shape.slots_per_rank || held.has(r, e)) continue;
+        if (best == shape.ranks || before(r, best)) best = r;
       }
+      held.add(best, e);
+      rank_load[best] += weight[e];
     }
-    return held_;
   }
-
- private:
-  // Lightest rank with a free slot; ties: fewer filled slots, then the lowest rank. `ranks` if there is none.
-  std::size_t lightest_free(std::size_t expert, bool without_expert) const {
-    std::size_t best = shape_.ranks;
-    for (std::size_t r = 0; r < shape_.ranks; ++r) {
-      if (held_.filled(r) == shape_.slots_per_rank || (without_expert && held_.has(r, expert))) continue;
-      if (best == shape_.ranks || rank_load_[r] < rank_load_[best] ||
-          (rank_load_[r] == rank_load_[best] && held_.filled(r) < held_.filled(best)))
-        best = r;
-    }
-    return best;
-  }
-
-  // Every rank with a free slot has the expert: moves another one from a full rank without it to rank `free`, and
-  // returns that full rank. There always is one to move, because the full rank holds more experts than `free`.
-  // Of all moves the one after which the heavier of the two ranks is lightest; ties: lowest rank, lowest id.
-  std::size_t make_room(std::size_t expert, std::size_t free) {
-    std::size_t from = shape_.ranks, moved = shape_.experts;
-    double best = std::numeric_limits<double>::infinity();
-    for (std::size_t r = 0; r < shape_.ranks; ++r) {
-      if (held_.has(r, expert)) continue;
-      for (std::size_t other = 0; other < shape_.experts; ++other) {
-        if (!held_.has(r, other) || held_.has(free, other)) continue;
-        const double there = rank_load_[free] + weight_[other];
-        const double here = rank_load_[r] - weight_[other] + weight_[expert];
-        if (std::max(there, here) < best) {
-          best = std::max(there, here);
-          from = r;
-          moved = other;
-        }
-      }
-    }
-    held_.remove(from, moved);
-    held_.add(free, moved);
-    rank_load_[free] += weight_[moved];
-    rank_load_[from] -= weight_[moved];
-    return from;
-  }
-
-  const Shape shape_;
-  const std::vector<std::size_t> copies_;  // [experts]
-  std::vector<double> weight_;             // [experts] picks of one copy
-  std::vector<double> rank_load_;          // [ranks]
-  RankSets held_;
-};
+  return held;
+}
 
 }  // namespace gimbal::placement

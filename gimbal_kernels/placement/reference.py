@@ -131,44 +131,29 @@ def pack_evenly(load: Any, ranks: int, slots_per_rank: int) -> list[set[int]]:
     """Experts of each rank, balance only: heaviest copy first, each to the lightest rank that can take it.
 
     A rank can take a copy when it has a free slot and no copy of that expert. Equally heavy copies go in
-    ascending id; equally light ranks: fewer filled slots, then the lowest one. When every rank with a free
-    slot has the expert already, `make_room` moves another expert out of the way, which is always possible: a
-    full rank without the expert holds more experts than the one with the free slot.
+    ascending id; equally light ranks: fewer filled slots, then the lowest one.
+
+    Until the last expert with several copies is placed, only the least filled of those ranks are considered.
+    Up to rounding that is no restriction, because such copies are at least half as heavy as the fullest one and
+    so fill the ranks row by row anyway; and with ranks filled row by row some rank without the expert has a
+    free slot for each of its copies.
     """
     copies = count_copies(load, ranks, ranks * slots_per_rank)
     weight = load / copies
+    order = np.argsort(-weight, kind="stable").tolist()
+    rows_until = max((nth for nth, expert in enumerate(order) if copies[expert] > 1), default=-1)
     rank_load = np.zeros(ranks)
     held: list[set[int]] = [set() for _ in range(ranks)]
-    for expert in np.argsort(-weight, kind="stable").tolist():
+    for nth, expert in enumerate(order):
         for _ in range(copies[expert]):
-            free = [rank for rank in range(ranks) if len(held[rank]) < slots_per_rank]
-            order = sorted(free, key=lambda rank: (rank_load[rank], len(held[rank]), rank))
-            able = [rank for rank in order if expert not in held[rank]]
-            rank = able[0] if able else make_room(expert, order[0], weight, rank_load, held)
-            held[rank].add(expert)
-            rank_load[rank] = rank_load[rank] + weight[expert]
+            able = [r for r in range(ranks) if len(held[r]) < slots_per_rank and expert not in held[r]]
+            if nth <= rows_until:
+                least = min(len(held[rank]) for rank in able)
+                able = [rank for rank in able if len(held[rank]) == least]
+            best = min(able, key=lambda rank: (rank_load[rank], len(held[rank]), rank))
+            held[best].add(expert)
+            rank_load[best] += weight[expert]
     return held
-
-
-def make_room(expert: int, free: int, weight: Any, rank_load: Any, held: list[set[int]]) -> int:
-    """Moves one expert from a full rank without `expert` to rank `free`; returns the rank that has room now.
-
-    Of all such moves, the one after which the heavier of the two ranks is lightest, the copy of `expert`
-    included. Ties: the lowest rank, then the lowest id.
-    """
-    options = []
-    for rank in range(len(held)):
-        if expert not in held[rank]:
-            for other in sorted(held[rank] - held[free]):
-                there = rank_load[free] + weight[other]
-                here = rank_load[rank] - weight[other] + weight[expert]
-                options.append((max(there, here), rank, other))
-    _, rank, other = min(options)
-    held[rank].remove(other)
-    held[free].add(other)
-    rank_load[free] = rank_load[free] + weight[other]
-    rank_load[rank] = rank_load[rank] - weight[other]
-    return rank
 
 
 def slots_in_ranks(held: list[set[int]], current: Any, slots_per_rank: int) -> Any:
