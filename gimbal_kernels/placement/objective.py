@@ -34,7 +34,7 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
         ValueError: wrong shape or dtype, experts out of range or without a slot.
     """
     slots = problem.check_slots(slots, "slots")
-    comm_sum, rank_load = serve_from_nearest(problem, copy_ranks(problem, slots))
+    comm_sum, rank_load = serve_from_nearest(problem, slots)
     total = rank_load.sum(axis=1)
     empty = total < EMPTY_BELOW
     safe_total = np.where(empty, 1.0, total)
@@ -54,38 +54,27 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
     )
 
 
-def copy_ranks(problem: PlacementProblem, slots: Any) -> Any:
-    """Ranks of each expert's copies in slot order, [L, E, K], K the most copies of one; padded with -1."""
-    layers, total = slots.shape
-    experts = problem.num_experts
-    if layers == 0:
-        return np.full((0, experts, 1), -1, dtype=np.int64)
-    by_expert = np.argsort(slots, axis=1, kind="stable")
-    expert = np.take_along_axis(slots, by_expert, axis=1)
-    # Position of each copy among those of its expert: slots since the expert's first one in sorted order.
-    position = np.arange(total)
-    starts = np.concatenate([np.ones((layers, 1), dtype=bool), expert[:, 1:] != expert[:, :-1]], axis=1)
-    nth = position - np.maximum.accumulate(np.where(starts, position, 0), axis=1)
-    table = np.full((layers, experts, int(nth.max()) + 1), -1, dtype=np.int64)
-    table[np.arange(layers)[:, None], expert, nth] = by_expert // problem.slots_per_rank
-    return table
-
-
-def serve_from_nearest(problem: PlacementProblem, table: Any) -> tuple[Any, Any]:
-    """Sum of picks * distance [L] and picks served by each rank [L, R], copies at the ranks in `table`."""
-    layers, ranks = problem.num_layers, problem.num_ranks
-    exists = table >= 0
+def serve_from_nearest(problem: PlacementProblem, slots: Any) -> tuple[Any, Any]:
+    """Sum of picks * distance [L] and picks served by each rank [L, R], each pick by its nearest copies."""
+    layers, experts, ranks = problem.num_layers, problem.num_experts, problem.num_ranks
+    # All copies of all layers in one row, those of one (layer, expert) side by side: each has at least one.
+    pair = (np.arange(layers)[:, None] * experts + slots).ravel()
+    order = np.argsort(pair, kind="stable")
+    pair = pair[order]
+    first_copy = np.searchsorted(pair, np.arange(layers * experts))
+    layer, slot = np.divmod(order, problem.num_slots)
+    rank = slot // problem.slots_per_rank
+    cell = layer * ranks + rank
     comm = np.zeros(layers)
     rank_load = np.zeros(layers * ranks)
-    cell = np.arange(layers)[:, None, None] * ranks + table
     for source in range(problem.num_sources):
-        picks = problem.traffic[:, source]
-        distance = np.where(exists, problem.topology.distance[source][table], np.inf)
-        nearest = distance.min(axis=2)
-        serves = distance == nearest[:, :, None]
-        served = (picks / serves.sum(axis=2))[:, :, None] * serves
-        comm += (picks * nearest).sum(axis=1)
-        rank_load += np.bincount(cell[serves], weights=served[serves], minlength=layers * ranks)
+        picks = problem.traffic[:, source].ravel()
+        distance = problem.topology.distance[source, rank]
+        nearest = np.minimum.reduceat(distance, first_copy)
+        serves = distance == nearest[pair]
+        servers = np.add.reduceat(serves, first_copy, dtype=np.int64)
+        rank_load += np.bincount(cell, weights=(picks / servers)[pair] * serves, minlength=layers * ranks)
+        comm += (picks * nearest).reshape(layers, experts).sum(axis=1)
     return comm, rank_load.reshape(layers, ranks)
 
 
