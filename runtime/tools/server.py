@@ -150,8 +150,9 @@ class VllmServer:
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIMBAL_")}
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         env |= {"VLLM_HOST_IP": HOST, "PYTHONUNBUFFERED": "1"}
-        # vLLM's own binding wants one NUMA node per rank; on a small machine ranks share the cores evenly.
-        threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        # vLLM binds each rank to a NUMA node of its own; a small machine has one. Ranks and the front end share
+        # the cores instead: OpenMP threads beyond the cores spin against each other.
+        threads = max(1, len(os.sched_getaffinity(0)) // (self.ranks + 1))
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         # Process titles are otherwise written over the environment, where the marker is looked for.
         env |= {"SPT_NOENV": "1", processes.MARKER: self.marker, "GIMBAL_MODE": self.mode}
