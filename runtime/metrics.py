@@ -7,6 +7,7 @@ server only, so that their sum over the servers is right.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,21 @@ DECISIONS = Metric(
     "gimbal_engine_decisions_total", "counter", ("engine", "reason"), "requests sent to an engine, by reason"
 )
 SCORE = Metric("gimbal_engine_score", "gauge", ("engine",), "score of the engine in the last scored decision")
+
+COMPENSATION = Metric(
+    "gimbal_engine_compensation_tokens",
+    "gauge",
+    ("engine",),
+    "prompt tokens sent to the engine that it has not acknowledged yet, summed over the API servers",
+)
+TRACE_TIME = Metric(
+    "gimbal_engine_trace_timestamp_seconds",
+    "gauge",
+    ("engine",),
+    "Unix time of the engine's last trace, at the API server that has the oldest one",
+)
+MULTIPROCESS_MODE = {COMPENSATION.name: "livesum", TRACE_TIME.name: "livemin"}
+"""How the gauges of several API servers become one; the last one set counts where nothing is said."""
 
 WORKER_METRICS = {
     "remote_pick_share": Metric(
@@ -55,13 +71,15 @@ WORKER_METRICS = {
 }
 """Figure name in an engine's report -> metric."""
 
-METRICS = (DECISIONS, SCORE, *WORKER_METRICS.values())
+METRICS = (DECISIONS, SCORE, COMPENSATION, TRACE_TIME, *WORKER_METRICS.values())
 
 
 @dataclass(frozen=True)
 class _Instruments:
     decisions: Any
     score: Any
+    compensation: Any
+    trace_time: Any
     worker: dict[str, Any]
 
 
@@ -72,10 +90,11 @@ def _instruments() -> _Instruments:
     def make(metric: Metric) -> Any:
         if metric.kind == "counter":
             return Counter(metric.name.removesuffix("_total"), metric.meaning, metric.labels)
-        return Gauge(metric.name, metric.meaning, metric.labels, multiprocess_mode="mostrecent")
+        mode = MULTIPROCESS_MODE.get(metric.name, "mostrecent")
+        return Gauge(metric.name, metric.meaning, metric.labels, multiprocess_mode=mode)
 
     worker = {figure: make(metric) for figure, metric in WORKER_METRICS.items()}
-    return _Instruments(make(DECISIONS), make(SCORE), worker)
+    return _Instruments(make(DECISIONS), make(SCORE), make(COMPENSATION), make(TRACE_TIME), worker)
 
 
 class EngineMetrics:
@@ -96,6 +115,14 @@ class EngineMetrics:
         for engine, score in enumerate(scores or ()):
             if score is not None:
                 self._instruments.score.labels(engine=str(engine)).set(score)
+
+    def compensation(self, engine: int, tokens: float) -> None:
+        """Tokens sent to `engine` and not acknowledged."""
+        self._instruments.compensation.labels(engine=str(engine)).set(tokens)
+
+    def trace_seen(self, engine: int) -> None:
+        """A new trace of `engine` has arrived."""
+        self._instruments.trace_time.labels(engine=str(engine)).set(time.time())
 
     def figures(self, reports: Iterable[EngineReport | None]) -> None:
         """Exports the newest of the engines' figures; totals never fall, whichever engine reports them."""

@@ -75,6 +75,8 @@ class EngineChoice:
             # An engine without requests has no worker output to learn its pressure from: any engine's newest
             # exchange tells it of all of them.
             self.selector.observe(engine, replace(trace, moe=pressure.get(f"pressure_{engine}", trace.moe)))
+            self.metrics.trace_seen(engine)
+            self.metrics.compensation(engine, self.selector.compensation(engine))
         self.metrics.figures(reports)
 
     def choose(self, request: Any, pinned: int | None) -> Decision:
@@ -84,6 +86,7 @@ class EngineChoice:
         self.release(request.request_id)  # a streaming session sends again under the same id
         self._sent[request.request_id] = (decision.engine, decision.seq)
         self.metrics.decision(decision, self.selector.scores)
+        self.metrics.compensation(decision.engine, self.selector.compensation(decision.engine))
         return decision
 
     def release(self, request_id: str) -> None:
@@ -91,6 +94,7 @@ class EngineChoice:
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self.selector.release(*sent)
+            self.metrics.compensation(sent[0], self.selector.compensation(sent[0]))
 
 
 def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]:
