@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 460, 270
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 38, 44
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 38, 44
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4")
 """Lines differ by dash as well as by colour: for print, and for readers who do not tell colours apart."""
 
@@ -55,10 +55,15 @@ def linear_axis(label: str, values: Sequence[float], *, digits: int, count: int 
 
 
 def log_axis(label: str, values: Sequence[float]) -> Axis:
-    """A logarithmic axis with ticks at 1, 2 and 5 times powers of ten; `values` above 0."""
+    """A logarithmic axis that ends on ticks: 1, 2 and 5 times powers of ten, more of them over short ranges.
+
+    Args:
+        values: above 0.
+    """
     low, high = min(values), max(values)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    grid = [m * 10.0**p for p in powers for m in (1, 2, 5)]
+    multiples = (1, 2, 5) if high > 12 * low else (1, 1.5, 2, 3, 4, 5, 7)
+    grid = [m * 10.0**p for p in powers for m in multiples]
     first = max(i for i, tick in enumerate(grid) if tick <= low)
     last = min(i for i, tick in enumerate(grid) if tick >= high and i > first)
     return Axis(label, grid[first], grid[last], [(t, f"{t:g}") for t in grid[first : last + 1]], log=True)

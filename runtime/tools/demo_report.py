@@ -11,6 +11,7 @@ from .demo import DemoSettings
 from .demo_result import ModeResult
 from .heatmap import heatmap
 from .loop_picture import picture
+from .windows import busy
 
 COLOURS = {
     "off": "#6b7280",
@@ -38,13 +39,15 @@ th:first-child { text-align: left; padding-left: 0; font-weight: 400; } thead th
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 figure { margin: 8px 0; min-width: 0; } figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
 svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, "DejaVu Sans", sans-serif;
-  fill: var(--ink); } svg .axis { fill: var(--soft); } svg .small { font-size: 9.5px; }
+  fill: var(--ink); } svg .axis { fill: var(--soft); } svg .small { font-size: 11px; }
 svg .grid { stroke: var(--line); } svg .name { font-weight: 600; font-size: 13px; }
 svg .own { fill: none; stroke: #d9480f; stroke-width: 1.4; } svg .other { fill: none; stroke: #9ca3af;
   stroke-width: 0.6; }
 svg .box { fill: #f3f6fa; stroke: #94a3b8; } svg .arrow { fill: none; stroke: #475569; stroke-width: 1.6; }
 svg .dashed { stroke-dasharray: 5 4; } svg .tip { fill: #475569; stroke: none; }
-.loop svg { min-width: 620px; max-width: 760px; margin: 0 auto; }
+.loop svg { max-width: 760px; margin: 0 auto; } .loop.narrow { display: none; }
+@media (max-width: 640px) { .loop.wide { display: none; } .loop.narrow { display: block; }
+  .loop svg { max-width: 400px; } }
 """
 
 
@@ -69,9 +72,9 @@ def _table(results: Sequence[ModeResult]) -> str:
 def _ttft(results: Sequence[ModeResult]) -> str:
     """Empirical distribution functions of TTFT and of TPOT."""
     figures = []
-    for name, unit, field, factor in (
-        ("Time to first token", "s", "ttft", 1.0),
-        ("Time per later token", "ms", "tpot", 1e3),
+    for name, unit, field, factor, log in (
+        ("Time to first token", "s", "ttft", 1.0, True),
+        ("Time per later token", "ms", "tpot", 1e3, False),
     ):
         lines = []
         for result in results:
@@ -83,7 +86,11 @@ def _ttft(results: Sequence[ModeResult]) -> str:
                 )
         if not lines:
             continue
-        x = charts.log_axis(f"{name} ({unit}, log scale)", [p[0] for line in lines for p in line.points])
+        spots = [point[0] for line in lines for point in line.points]
+        if log:
+            x = charts.log_axis(f"{name} ({unit}, log scale)", spots)
+        else:
+            x = charts.linear_axis(f"{name} ({unit})", [0.0, *spots], digits=0, count=8)
         y = charts.Axis("share of requests", 0.0, 1.0, [(i / 4, f"{25 * i} %") for i in range(5)])
         figures.append(
             _figure(f"{name}: share of requests at or below", charts.line_chart(lines, x, y, name))
@@ -99,8 +106,8 @@ def _per_window(results: Sequence[ModeResult]) -> str:
     ):
         lines = []
         for result in results:
-            values = [getattr(f, field) for f in result.figures]
-            points = [(float(i + 1), v) for i, v in enumerate(values) if v is not None]
+            values = {i + 1: getattr(result.figures[i], field) for i in busy(result.windows)}
+            points = [(float(i), v) for i, v in values.items() if v is not None]
             if points:
                 lines.append(Line(result.mode, _colour(result.mode), points))
         if not lines:
@@ -119,9 +126,10 @@ def _heatmaps(results: Sequence[ModeResult]) -> str:
     for result in results:
         if not result.windows:
             continue
-        last = len(result.windows)
-        for when, window in (("first", result.windows[0]), (f"last ({last})", result.windows[-1])):
-            label = f"{result.mode}: {when} traffic window"
+        full = busy(result.windows)
+        for i in sorted({full[0], full[-1]}):
+            window = result.windows[i]
+            label = f"{result.mode}: traffic window {i + 1} of {len(result.windows)}"
             figures.append(_figure(label, heatmap(window, ranks=RANKS, label=label)))
     if not figures:
         return "<p>No traffic window was saved in these modes.</p>"
@@ -147,15 +155,18 @@ def page(settings: DemoSettings, results: Sequence[ModeResult]) -> str:
     sections = (
         f"<h1>Gimbal on real vLLM</h1><p class='soft'>{html.escape(load)}<br>{html.escape(versions)}</p>",
         _verdict(settings, results),
-        f'<h2>The loop</h2><div class="loop scroll">{picture()}</div>',
+        f'<h2>The loop</h2><div class="loop wide">{picture()}</div>'
+        f'<div class="loop narrow">{picture(narrow=True)}</div>',
         "<h2>Figures</h2><p>The reference is one stock engine without expert parallelism. Mode <b>off</b> is "
         "stock vLLM with its own load balancer, <b>full</b> has engine choice, queue order, placement and "
         "pressure feedback. One run on a small shared machine: compare modes, not machines.</p>"
         f"{_table(results)}",
         f"<h2>Latency</h2>{_ttft(results)}",
-        f"<h2>Traffic over time</h2>{_per_window(results)}",
-        "<h2>Source × expert traffic</h2><p>One row per layer (L) and data-parallel source (s), one column "
-        "per expert, grouped by the rank that held it in that window and sorted by use. The framed block is "
+        f"<h2>Traffic over time</h2><p>A window is {settings.window} engine steps, whatever they hold; those "
+        "with less than a tenth of the fullest window's picks are left out here, and weigh as little in the "
+        f"table.</p>{_per_window(results)}",
+        "<h2>Source × expert traffic</h2><p>First and last busy window of each mode. One row per layer (L) "
+        "and data-parallel source (s), one column per expert, grouped by the rank that held it in that window and sorted by use. The framed block is "
         "the source's own rank: dark cells inside it are picks that cross no link, and the number at the end "
         "is their share. With requests spread evenly over engines both sources look alike, and half of the "
         f"picks are local whatever the placement; what then counts is the balance.</p>{_heatmaps(results)}",

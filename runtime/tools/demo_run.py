@@ -20,9 +20,10 @@ from .windows import SavedWindow, combine, judge, load_windows
 ENGINES = 2
 RANKS = 2
 WARM_UP = tuple(
-    Request(f"warm-up {i}", "def area(radius):\n" * (i + 1), arrival=0.0, output_tokens=8) for i in range(8)
+    Request(f"warm-up {i}", f"# {i}\ndef area(radius):\n" * (1 + 3 * (i % 12)), 0.05 * i, 4 + i % 9)
+    for i in range(48)
 )
-"""Sent before the measurement, so that no mode pays for first-use costs; no prompt replayed begins so."""
+"""Sent before the measurement: the first batch of each size costs extra. No prompt of the replay begins so."""
 
 
 class Clock:

@@ -9,10 +9,10 @@ import numpy as np
 from .charts import shade, svg, text
 from .windows import SavedWindow
 
-CELL = 10.0
-LAYER_GAP = 5.0
+CELL, ROW = 10.0, 13.0
+LAYER_GAP = 6.0
 RANK_GAP = 8.0
-LABEL_WIDTH, SHARE_WIDTH = 46.0, 48.0
+LABEL_WIDTH, SHARE_WIDTH = 44.0, 44.0
 HEADER, LEGEND = 22.0, 34.0
 BRIGHTEST = 4.0
 """Picks relative to an even spread over all experts; this and more is the darkest colour."""
@@ -35,13 +35,13 @@ def _row(values: Any, order: list[list[int]], source: int, y: float) -> list[str
         for expert in experts:
             value = float(values[expert])
             parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{CELL}" height="{CELL}" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{CELL}" height="{ROW}" '
                 f'fill="{shade(value / BRIGHTEST)}"><title>expert {expert}: {value:.2f}</title></rect>'
             )
             x += CELL
         css = "own" if rank == source else "other"
         parts.append(
-            f'<rect class="{css}" x="{start:.1f}" y="{y:.1f}" width="{x - start:.1f}" height="{CELL}"/>'
+            f'<rect class="{css}" x="{start:.1f}" y="{y:.1f}" width="{x - start:.1f}" height="{ROW}"/>'
         )
         x += RANK_GAP
     return parts
@@ -83,12 +83,12 @@ def heatmap(window: SavedWindow, *, ranks: int, label: str) -> str:
             picks = window.traffic[layer, source].astype(np.float64)
             total = picks.sum()
             values = picks * experts / total if total else picks
-            parts.append(text(LABEL_WIDTH - 5, y + 9, f"L{layer} s{source}", anchor="end", css="small"))
+            parts.append(text(LABEL_WIDTH - 5, y + 10, f"L{layer} s{source}", anchor="end", css="small"))
             parts += _row(values, order, source, y)
             local = picks[order[source]].sum() / total if total else float("nan")
             share = f"{100 * local:.0f} %" if total else "-"
-            parts.append(text(width, y + 9, share, anchor="end", css="small"))
-            y += CELL + 1
+            parts.append(text(width, y + 10, share, anchor="end", css="small"))
+            y += ROW + 1
         y += LAYER_GAP
     parts += _legend(width, y + 4)
     return svg(width, y + LEGEND, parts, label)

@@ -92,3 +92,13 @@ def combine(figures: Sequence[WindowFigures]) -> WindowFigures:
         float(np.average([f.remote_share for f in used], weights=weights)),
         float(np.average([f.max_over_mean for f in used], weights=weights)),
     )
+
+
+def busy(windows: Sequence[SavedWindow], share: float = 0.1) -> list[int]:
+    """Indices of the windows with at least `share` of the picks of the fullest one.
+
+    Windows are a fixed number of engine steps: before and after a burst they hold a handful of tokens, whose
+    shares are mostly chance.
+    """
+    most = max((window.picks for window in windows), default=0)
+    return [i for i, window in enumerate(windows) if window.picks >= share * most]

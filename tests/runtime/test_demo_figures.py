@@ -182,7 +182,7 @@ def _check_page(page: str) -> _Page:
 def test_report_is_well_formed_and_needs_no_other_file():
     page = demo_report.page(SETTINGS, [_result("off"), _result("full")])
     parser = _check_page(page)
-    assert page.count("<svg") == 1 + 2 + 2 + 4  # loop, latency, windows, heatmaps
+    assert page.count("<svg") == 2 + 2 + 2 + 4  # loop (wide, narrow), latency, windows, heatmaps
     cells = [attributes for tag, attributes in parser.seen if tag == "title"]
     assert len(cells) == 1 + 4 * 6 * 2 * 32  # the page's title and one per heatmap cell
 
