@@ -89,17 +89,28 @@ def moved_copies(old: Any, new: Any, slots_per_rank: int) -> int:
 
 def save_window(folder: str, index: int, *, traffic: Any, current: Any, slots: Any) -> Path:
     """Writes `window-NNNNNN.npz`: traffic [L, S, E], the slots in force and those decided, both [L, P]."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    target = path / f"window-{index:06d}.npz"
-    # Written beside and renamed: a reader never finds half a file.
+    arrays = {
+        "traffic": np.asarray(traffic, dtype=np.int64),
+        "current": np.asarray(current, dtype=np.int32),
+        "slots": np.asarray(slots, dtype=np.int32),
+    }
+    return _save(Path(folder) / f"window-{index:06d}.npz", arrays)
+
+
+def save_rest(folder: str, rank: int, *, traffic: Any, current: Any) -> Path:
+    """Writes `rest-rankNNNN.npz`: one rank's own picks [L, S, E] in the window that was open at the end."""
+    arrays = {
+        "traffic": np.asarray(traffic, dtype=np.int64),
+        "current": np.asarray(current, dtype=np.int32),
+    }
+    return _save(Path(folder) / f"rest-rank{rank:04d}.npz", arrays)
+
+
+def _save(target: Path, arrays: dict[str, Any]) -> Path:
+    """Written beside and renamed, so that a reader never finds half a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_suffix(".tmp")
     with scratch.open("wb") as file:
-        np.savez_compressed(
-            file,
-            traffic=np.asarray(traffic, dtype=np.int64),
-            current=np.asarray(current, dtype=np.int32),
-            slots=np.asarray(slots, dtype=np.int32),
-        )
+        np.savez_compressed(file, **arrays)
     scratch.replace(target)
     return target

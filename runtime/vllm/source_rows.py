@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from gimbal_kernels.counting import TrafficWindow
 
+from ..balancer import save_rest
 from ..config import GimbalConfig
 from .guard import Fuse, Hook, expect
 from .settings import config_for
@@ -201,6 +202,16 @@ class SourceRows:
         for traffic in self.all():
             traffic.close()
 
+    def save_rest(self) -> None:
+        """Saves what this rank has counted since the last window was closed, where windows are saved."""
+        models = list(self._models.values())
+        if self.config.traffic_dir is None or not models:
+            return
+        main = max(models, key=lambda traffic: traffic.window.counts.numel())
+        rank = self.place.source * self.place.tp_size + self.place.tp_rank
+        current = main.state.physical_to_logical_map.cpu().numpy()
+        save_rest(self.config.traffic_dir, rank, traffic=main.window.counts.cpu().numpy(), current=current)
+
     def note_finished(self) -> None:
         """Adds up the time from the decision to the last layer's commit, once nothing is under way."""
         states = self._eplb_state.model_states.values()
@@ -241,6 +252,8 @@ def _install() -> None:
     rearrange = expect(STATE, "EplbState.rearrange", ["self", "is_profile"])
     should_record = expect(STATE, "EplbState._should_record_current_step", ["self"])
     current_config = expect("vllm.config", "get_current_vllm_config")
+    worker_class = expect("vllm.v1.worker.gpu_worker", "Worker")
+    stop_worker = expect("vllm.v1.worker.gpu_worker", "Worker.shutdown", ["self"])
     for name in ("expert_load_pass", "physical_to_logical_map", "logical_to_physical_map"):
         if name not in expect(STATE, "EplbModelState").__dataclass_fields__:
             raise AttributeError(f"EplbModelState has no {name}")
@@ -282,6 +295,13 @@ def _install() -> None:
         # window that vLLM's own policy reads holds the latest steps either way.
         return rows_of(self) is not None or should_record(self, log_stats)
 
+    def shutdown(self: Any) -> None:
+        rows = rows_of_this_process()
+        if rows is not None:
+            rows.fuse.run(rows.save_rest, lambda: None)
+        stop_worker(self)
+
+    worker_class.shutdown = shutdown
     state_class.__init__ = state_init
     state_class.prepare_forward = prepare_forward
     state_class.step = eplb_step
