@@ -166,10 +166,11 @@ def page(settings: DemoSettings, results: Sequence[ModeResult]) -> str:
         "with less than a tenth of the fullest window's picks are left out here, and weigh as little in the "
         f"table.</p>{_per_window(results)}",
         "<h2>Source × expert traffic</h2><p>First and last busy window of each mode. One row per layer (L) "
-        "and data-parallel source (s), one column per expert, grouped by the rank that held it in that window and sorted by use. The framed block is "
-        "the source's own rank: dark cells inside it are picks that cross no link, and the number at the end "
-        "is their share. With requests spread evenly over engines both sources look alike, and half of the "
-        f"picks are local whatever the placement; what then counts is the balance.</p>{_heatmaps(results)}",
+        "and data-parallel source (s), one column per expert, grouped by the rank that held it in that window "
+        "and sorted by use. The framed block is the source's own rank: dark cells inside it are picks that "
+        "cross no link, and the number at the end is their share. With requests spread evenly over engines "
+        "both sources look alike, and half of the picks are local whatever the placement; what then counts "
+        f"is the balance.</p>{_heatmaps(results)}",
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
