@@ -1,0 +1,100 @@
+"""TrafficWindow: generations, addresses, width of the totals, and the sum over a process group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gimbal_kernels.counting import ReplicaMap, TrafficWindow, map_and_count
+from gimbal_kernels.topology import Topology
+
+HERE = Path(__file__).parent
+
+
+def test_close_hands_out_the_window_and_starts_the_next():
+    window = TrafficWindow(1, 1, 4)
+    table = ReplicaMap.from_slots([[0, 1, 2, 3]], Topology([[0.0]]), num_experts=4)
+    address = window.counts.data_ptr()
+    map_and_count(torch.tensor([[0, 1], [0, 3]]), table, window.counts, layer=0, source=0)
+    first = window.close()
+    map_and_count(torch.tensor([[2, 1]]), table, window.counts, layer=0, source=0)
+    second = window.close()
+    assert first.tolist() == [[[2, 1, 0, 1]]]
+    assert second.tolist() == [[[0, 1, 1, 0]]]
+    assert first.dtype == torch.int64
+    assert window.close().sum() == 0
+    assert window.counts.data_ptr() == address
+
+
+def test_report_15_totals_do_not_wrap():
+    wide = TrafficWindow(1, 1, 1)
+    wide.counts.fill_(2**31 - 1)
+    wide.counts.add_(1)
+    assert wide.close().item() == 2**31
+    narrow = TrafficWindow(1, 1, 1, dtype=torch.int32)
+    assert narrow.counts.dtype == torch.int32
+    for picks in (2**31 - 1, 1):
+        narrow.counts.add_(picks)
+        narrow.fold()
+        assert narrow.counts.item() == 0
+    narrow.counts.add_(5)
+    assert narrow.close().item() == 2**31 + 5
+    assert narrow.close().item() == 0
+
+
+def test_a_failed_reduction_keeps_the_picks_for_the_next_window(monkeypatch):
+    window = TrafficWindow(1, 1, 2, group="any")
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("peer lost")
+
+    window.counts.add_(3)
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with pytest.raises(RuntimeError, match="peer lost"):
+        window.close()
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
+    window.counts.add_(1)
+    assert window.close().tolist() == [[[4, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ((0, 1, 1), {}, "num_layers: 0; valid: an integer >= 1"),
+        ((1, -1, 1), {}, "num_sources: -1"),
+        ((1, 1, 2.0), {}, "num_experts: 2.0"),
+        ((1, 1, 1), {"dtype": torch.float32}, "dtype: torch.float32; valid: torch.int64 or torch.int32"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes, changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrafficWindow(*sizes, **changes)
+
+
+def test_report_5_the_sum_over_two_processes_conserves_every_pick(tmp_path):
+    command = [sys.executable, str(HERE / "window_worker.py")]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], errors
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    first, second = seen[0]
+    total = torch.tensor(first["total"])
+    # tokens · top-k of each source in every layer: 5·4 and 6·4.
+    assert total.sum(2).tolist() == [[20, 24], [20, 24]]
+    assert first["all_reduces"] == second["all_reduces"] == 1
+    assert first["twin"] == 2 * 20
+    assert torch.tensor(second["total"]).sum() == 0
