@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,7 +139,28 @@ def check_vllm() -> Finding:
     if not version.startswith(SUPPORTED_VERSIONS):
         known = ", ".join(f"{prefix}x" for prefix in SUPPORTED_VERSIONS)
         return Finding("vllm", BROKEN, f"{version}; the hooks know {known}: vLLM would run as stock")
-    return Finding("vllm", READY, f"{version}; the hooks know this version")
+    misfit = _hook_misfit()
+    if misfit:
+        return Finding("vllm", BROKEN, f"{version}; {misfit}")
+    return Finding("vllm", READY, f"{version}; every hook fits")
+
+
+def _hook_misfit() -> str:
+    """Installs all hooks in a process of its own, as vLLM's processes do; empty, or why one does not fit."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIMBAL_")}
+    code = "from gimbal_runtime.vllm import register; register()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env | {"GIMBAL_STRICT": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    lines = done.stderr.strip().splitlines()
+    return (
+        "" if done.returncode == 0 else (lines[-1] if lines else f"register() ended with {done.returncode}")
+    )
 
 
 def check_fixtures() -> Finding:
@@ -167,16 +188,14 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine() -> list[Finding]:
+def examine() -> Iterator[Finding]:
     """Every check in order; one that fails unexpectedly is a broken finding, not an end."""
-    findings = []
     for check in CHECKS:
         try:
-            findings.append(check())
+            yield check()
         except Exception as error:
             name = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(Finding(name, BROKEN, f"{type(error).__name__}: {error}"))
-    return findings
+            yield Finding(name, BROKEN, f"{type(error).__name__}: {error}")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -195,13 +214,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; 0, or 1 when one is broken."""
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise ValueError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
-    findings = examine()
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{finding.name.ljust(width)}  {finding.state.ljust(6)}  {finding.detail}")
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        print(f"{finding.name:12}  {finding.state:6}  {finding.detail}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(
             json.dumps([asdict(f) for f in findings], indent=2) + "\n", encoding="utf-8"
         )
-    sys.stdout.flush()
     return 1 if any(finding.state == BROKEN for finding in findings) else 0

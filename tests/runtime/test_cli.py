@@ -99,7 +99,8 @@ def test_exit_codes(error, code, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("gimbal doctor: ")
 
 
-def test_doctor_reports_every_part(capsys, tmp_path):
+def test_doctor_reports_every_part(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "_hook_misfit", str)  # the real one starts a process that imports all of vLLM
     out = tmp_path / "doctor.json"
     code = cli.main(["doctor", "--json", str(out)])
     findings = {finding["name"]: finding for finding in json.loads(out.read_text())}
@@ -120,6 +121,21 @@ def test_doctor_says_broken_when_a_check_raises(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_python, check_gpu))
     assert cli.main(["doctor"]) == 1
     assert "broken  RuntimeError: driver mismatch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("misfit", ["", "Gimbal hook 'queue' is not active"])
+def test_doctor_says_whether_the_hooks_fit(misfit, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr(doctor, "_hook_misfit", lambda: misfit)
+    finding = doctor.check_vllm()
+    assert finding.state == ("broken" if misfit else "ready")
+    assert misfit in finding.detail
+
+
+@pytest.mark.vllm
+def test_every_hook_fits_the_installed_vllm():
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    assert doctor._hook_misfit() == ""
 
 
 def test_a_port_in_use_and_a_missing_model_are_named(tmp_path):

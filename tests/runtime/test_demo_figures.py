@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp comes with vLLM")
 
-from gimbal_runtime.tools import charts, demo_report, demo_table
+from gimbal_runtime.tools import charts, demo_report, demo_run, demo_table
 from gimbal_runtime.tools.demo import DemoSettings
 from gimbal_runtime.tools.demo_result import ModeResult
 from gimbal_runtime.tools.demo_run import _mode_result
@@ -214,3 +215,23 @@ def test_log_axes_hold_their_values(values):
     assert axis.low < axis.high
     assert axis.place(axis.low) == 0.0
     assert axis.place(axis.high) == 1.0
+
+
+@pytest.mark.parametrize(("last", "code"), [((7, 8, 9), 0), ((7, 1, 9), 1)])
+def test_the_exit_code_tells_whether_answers_are_identical(last, code, tmp_path, monkeypatch, capsys):
+    fixtures = Path(__file__).parents[2] / "fixtures"
+    settings = replace(
+        SETTINGS,
+        model=fixtures / "tiny-qwen3-moe",
+        prompts=fixtures / "prompts.jsonl",
+        json=tmp_path / "demo.json",
+        report=tmp_path / "report.html",
+    )
+    monkeypatch.setattr(demo_run, "run_reference", lambda *_: _records(1.0))
+    monkeypatch.setattr(demo_run, "run_mode", lambda _, mode, *__: _result(mode, last=last))
+    assert demo_run.run(settings) == code
+    printed = capsys.readouterr().out
+    assert ("every answer equals the reference" in printed) == (code == 0)
+    assert ("off: request r2: token 1 of 3" in printed) == (code == 1)
+    _check_page(settings.report.read_text())
+    assert json.loads(settings.json.read_text())["modes"]["off"]["identical"] == 3 - code
