@@ -1,7 +1,8 @@
 """Expert placement: which expert lives in which slot, from source x expert traffic (SPEC section 3)."""
 
-from .objective import evaluate
+from .objective import evaluate, measure_drift
 from .problem import CALIBRATED, UNCALIBRATED, Placement, PlacementProblem, Weights
+from .shrinkage import ShrinkState, shrink
 from .solve import place
 
 __all__ = [
@@ -9,7 +10,10 @@ __all__ = [
     "UNCALIBRATED",
     "Placement",
     "PlacementProblem",
+    "ShrinkState",
     "Weights",
     "evaluate",
+    "measure_drift",
     "place",
+    "shrink",
 ]

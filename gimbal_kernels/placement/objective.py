@@ -1,4 +1,4 @@
-"""What a slot map costs under a problem's traffic (SPEC sections 3.2 and 4, one window)."""
+"""What a slot map costs under a problem's traffic (SPEC sections 3.2 and 4)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .checks import EMPTY_BELOW
+from .._arrays import to_host
+from .checks import EMPTY_BELOW, check_traffic
 from .problem import Placement, PlacementProblem, Weights
+
+# A window that is one window older counts 0.8 times as much.
+AGE_DECAY = 0.8
 
 
 def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
@@ -22,7 +26,10 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
     - max_over_mean = max(load)/mu
     - moves = (rank, expert) pairs that are new; a second copy on a rank that has one costs no transfer and is
       not counted. 0 without a current placement.
-    - cost = alpha*comm + beta*imbalance + gamma*moves/E
+    - cost = alpha*comm + beta*(weighted imbalance + drift term) + gamma*moves/E. Without history the weighted
+      imbalance is the imbalance. With it, it is the mean over this and the earlier windows by
+      `window_weights`; an earlier window's picks of an expert go to its copies in the shares of this window.
+      The drift term is `drift_term`, 0 when the problem's drift is 0.
 
     A layer without traffic has comm 0, imbalance 0 and max_over_mean 1.
 
@@ -43,7 +50,11 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
     imbalance = np.mean((relative - 1.0) ** 2, axis=1)
     moves = count_moves(problem, slots)
     weights = problem.weights_for(Weights())
-    cost = weights.alpha * comm + weights.beta * imbalance + weights.gamma * moves / problem.num_experts
+    uneven = imbalance
+    if problem.history or problem.drift > 0:
+        by_expert = load_by_expert(problem, slots)
+        uneven = weighted_imbalance(problem, by_expert) + drift_term(problem, by_expert)
+    cost = weights.alpha * comm + weights.beta * uneven + weights.gamma * moves / problem.num_experts
     return Placement(
         slots=torch.from_numpy(slots),
         cost=torch.from_numpy(cost),
@@ -76,6 +87,83 @@ def serve_from_nearest(problem: PlacementProblem, slots: Any) -> tuple[Any, Any]
         rank_load += np.bincount(cell, weights=(picks / servers)[pair] * serves, minlength=layers * ranks)
         comm += (picks * nearest).reshape(layers, experts).sum(axis=1)
     return comm, rank_load.reshape(layers, ranks)
+
+
+def window_weights(count: int) -> Any:
+    """Weights of `count` windows, the newest first: in proportion to 0.8^age, summing to 1 (SPEC section 3.2)."""
+    weight = AGE_DECAY ** np.arange(count)
+    return weight / weight.sum()
+
+
+def load_by_expert(problem: PlacementProblem, slots: Any) -> Any:
+    """Picks of each expert that each rank serves, by the nearest copies, float64 [L, E, R]."""
+    layers, experts, ranks = problem.num_layers, problem.num_experts, problem.num_ranks
+    rank: Any = np.arange(problem.num_slots) // problem.slots_per_rank
+    copies = np.zeros((layers, experts, ranks))
+    np.add.at(copies, (np.arange(layers)[:, None], slots, rank), 1.0)
+    load = np.zeros((layers, experts, ranks))
+    for source in range(problem.num_sources):
+        distance = np.where(copies > 0, problem.topology.distance[source], np.inf)
+        serves = copies * (distance == distance.min(axis=2, keepdims=True))
+        load += problem.traffic[:, source, :, None] * serves / serves.sum(axis=2, keepdims=True)
+    return load
+
+
+def weighted_imbalance(problem: PlacementProblem, by_expert: Any) -> Any:
+    """Mean over the windows of (1/R) * sum over ranks of (load/mu - 1)^2, [L]; empty windows do not count.
+
+    An expert without picks in this window has its earlier picks spread over all ranks: no copy of it is known
+    to serve more than another. by_expert: [L, E, R] picks of this window.
+    """
+    served = by_expert.sum(axis=2, keepdims=True)
+    share = np.divide(by_expert, served, out=np.full_like(by_expert, 1 / problem.num_ranks), where=served > 0)
+    loads = problem.window_loads()
+    weight = window_weights(len(loads))[:, None] * (loads.sum(axis=2) >= EMPTY_BELOW)
+    weight = weight / np.maximum(weight.sum(axis=0), 1e-300)
+    total = np.zeros(problem.num_layers)
+    for window, share_of_window in zip(loads, weight, strict=True):
+        rank_load = (window[:, :, None] * share).sum(axis=1)
+        mean = rank_load.mean(axis=1, keepdims=True)
+        relative = np.divide(rank_load, mean, out=np.ones_like(rank_load), where=mean > 0)
+        total += share_of_window * np.mean((relative - 1.0) ** 2, axis=1)
+    return total
+
+
+def drift_term(problem: PlacementProblem, by_expert: Any) -> Any:
+    """Imbalance that a relative drift of sigma per expert is expected to add, [L] (SPEC section 4).
+
+    sigma^2/(R*mu^2) * sum over experts of [sum over ranks of l_er^2 - w_e^2/R], with l_er the picks of expert e
+    that rank r serves and w_e all of them: what drifts on many ranks at once drifts on each by less.
+    """
+    served = by_expert.sum(axis=2)
+    mean = served.sum(axis=1) / problem.num_ranks
+    spread = (by_expert**2).sum(axis=(1, 2)) - (served**2).sum(axis=1) / problem.num_ranks
+    scale = problem.num_ranks * mean**2
+    return problem.drift**2 * np.divide(spread, scale, out=np.zeros_like(scale), where=scale > 0)
+
+
+def measure_drift(previous: Any, traffic: Any) -> float:
+    """sigma: how much an expert's share of the picks changes from one window to the next, relative to itself.
+
+    Root mean square over layers and experts, each weighted by its load, of the change of the share of a layer's
+    picks over the mean of the two shares. Windows: [L, S, E] picks, or [L, E] loads. 0 without picks.
+
+    Raises:
+        ValueError: windows of different layers or experts, or that are no picks.
+    """
+    share = []
+    for value, name in ((previous, "previous"), (traffic, "traffic")):
+        picks = to_host(value, name)
+        picks = check_traffic(picks[:, None] if picks.ndim == 2 else picks, name)
+        loads = np.asarray(picks, dtype=np.float64).sum(axis=1)
+        total = loads.sum(axis=1, keepdims=True)
+        share.append(np.divide(loads, total, out=np.zeros_like(loads), where=total > 0))
+    if share[0].shape != share[1].shape:
+        raise ValueError(f"traffic: [layers, experts] {share[1].shape}; valid: {share[0].shape}, as previous")
+    mean = (share[0] + share[1]) / 2
+    both = (share[0].sum(axis=1) > 0) & (share[1].sum(axis=1) > 0)
+    change = np.divide((share[1] - share[0]) ** 2, mean, out=np.zeros_like(mean), where=mean > 0)
+    return float(np.sqrt(change[both].sum() / both.sum())) if both.any() else 0.0
 
 
 def count_moves(problem: PlacementProblem, slots: Any) -> Any:

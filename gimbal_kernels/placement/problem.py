@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._arrays import to_host
 from ..topology import Topology
 from .checks import LIMIT, check_number, check_slots, check_traffic
 
@@ -70,6 +71,9 @@ class Weights:
         return Weights(alpha=alpha, beta=beta, gamma=gamma)
 
 
+# Windows of history that a problem may carry; with a weight of 0.8^age older ones hardly count.
+MAX_HISTORY = 7
+
 # The paper's weights (arXiv 2606.15177): found by its calibration, and as they are before it.
 CALIBRATED = Weights(1.0, 0.0025, 1.0)
 UNCALIBRATED = Weights(1.0, 1.0, 1.0)
@@ -86,13 +90,18 @@ class PlacementProblem:
         current: [L, P] integers, the expert that each slot holds now, or None when nothing is loaded yet:
             then moves cost nothing and none are counted.
         weights: None takes each method's own: (1, 0.0025, 1) for "paper", `Weights()` for the others.
-        history: earlier windows. Not supported yet: must be empty.
+        history: earlier windows, the newest first, at most 7: each [L, S, E] picks (any S) or [L, E] loads. Their
+            rank loads enter the imbalance term of the cost with the weights of `window_weights`.
+        drift: relative change of an expert's load from one window to the next (`measure_drift`). It adds the
+            imbalance that such a change is expected to cause to the cost (SPEC section 4); 0 leaves it out.
 
-    The arrays are copied and kept read-only on the host: traffic float64, current int32.
+    The arrays are copied and kept read-only on the host: traffic float64, current int32, history float64 [L, E]
+    per window.
 
     Raises:
         ValueError: wrong shapes or dtypes, NaN, infinite or negative picks, more than 2**64 picks in a cell,
-            experts out of range or without a slot in `current`, too few or too many slots.
+            experts out of range or without a slot in `current`, too few or too many slots, windows of other
+            layers or experts in `history`.
     """
 
     traffic: Any
@@ -101,6 +110,7 @@ class PlacementProblem:
     current: Any = None
     weights: Weights | None = None
     history: tuple[Any, ...] = ()
+    drift: float = 0.0
 
     def __post_init__(self) -> None:
         traffic = np.array(check_traffic(self.traffic, "traffic"), dtype=np.float64, order="C")
@@ -110,8 +120,8 @@ class PlacementProblem:
         object.__setattr__(self, "slots_per_rank", self._check_slots_per_rank())
         if self.weights is not None and not isinstance(self.weights, Weights):
             raise ValueError(f"weights: {type(self.weights).__name__}; valid: Weights(...) or None")
-        if len(self.history):
-            raise ValueError(f"history: {len(self.history)} windows; valid: () in this version")
+        object.__setattr__(self, "history", self._check_history())
+        check_number(self.drift, "drift")
         if self.current is not None:
             current = self.check_slots(self.current, "current")
             current.setflags(write=False)
@@ -144,6 +154,13 @@ class PlacementProblem:
             return Weights(chosen.alpha, chosen.beta, 0.0)
         return chosen
 
+    def window_loads(self) -> Any:
+        """Picks of each expert in each window, this one first, float64 [K, L, E]; sums in ascending source."""
+        now = np.zeros((self.num_layers, self.num_experts))
+        for source in range(self.num_sources):
+            now = now + self.traffic[:, source]
+        return np.stack([now, *self.history])
+
     def check_slots(self, value: Any, name: str) -> Any:
         """`value` as a fresh int32 numpy array [L, P] in which every expert has a slot, else ValueError."""
         return check_slots(
@@ -165,6 +182,28 @@ class PlacementProblem:
             )
         if self.topology.distance.max() > LIMIT:
             raise ValueError("topology: distances above 2**64; valid: smaller ones")
+
+    def _check_history(self) -> tuple[Any, ...]:
+        windows = tuple(self.history)
+        if len(windows) > MAX_HISTORY:
+            raise ValueError(
+                f"history: {len(windows)} windows; valid: at most {MAX_HISTORY}, the newest first"
+            )
+        return tuple(self._check_window(value, f"history[{i}]") for i, value in enumerate(windows))
+
+    def _check_window(self, value: Any, name: str) -> Any:
+        picks = to_host(value, name)
+        picks = check_traffic(picks[:, None] if picks.ndim == 2 else picks, name)
+        if (picks.shape[0], picks.shape[2]) != (self.num_layers, self.num_experts):
+            raise ValueError(
+                f"{name}: {picks.shape[0]} layers of {picks.shape[2]} experts; "
+                f"valid: {self.num_layers} layers of {self.num_experts} experts, as traffic"
+            )
+        loads = np.zeros((self.num_layers, self.num_experts))
+        for source in range(picks.shape[1]):
+            loads = loads + picks[:, source]
+        loads.setflags(write=False)
+        return loads
 
     def _check_slots_per_rank(self) -> int:
         experts, ranks, slots = self.num_experts, self.num_ranks, self.slots_per_rank

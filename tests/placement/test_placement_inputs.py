@@ -115,8 +115,16 @@ def test_a_bad_current_placement(current, message):
 
 
 def test_history_and_weights_of_a_wrong_kind():
-    with pytest.raises(ValueError, match="history: 1 windows"):
-        PlacementProblem(PICKS, LINE, 2, history=(PICKS,))
+    with pytest.raises(ValueError, match="history: 8 windows; valid: at most 7"):
+        PlacementProblem(PICKS, LINE, 2, history=(PICKS,) * 8)
+    with pytest.raises(
+        ValueError, match=r"history\[1\]: 1 layers of 3 experts; valid: 1 layers of 4 experts"
+    ):
+        PlacementProblem(PICKS, LINE, 2, history=(PICKS, [[1, 2, 3]]))
+    with pytest.raises(ValueError, match=r"history\[0\]: nan at"):
+        PlacementProblem(PICKS, LINE, 2, history=([[1, 2, 3, float("nan")]],))
+    with pytest.raises(ValueError, match="drift: -1"):
+        PlacementProblem(PICKS, LINE, 2, drift=-1)
     with pytest.raises(ValueError, match="weights: tuple; valid"):
         PlacementProblem(PICKS, LINE, 2, weights=(1, 4, 0))
 
