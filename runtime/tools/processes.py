@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from ..config import SERVER_VARIABLE
 
+SHARED_MEMORY = "/dev/shm/"
 MARKER = SERVER_VARIABLE
 """Environment variable whose value is unique to one server; its child processes inherit it."""
 
@@ -94,3 +96,22 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped now."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
+                _, slash, rest = line.partition(SHARED_MEMORY)
+                if slash and not rest.endswith("(deleted)"):
+                    found.add(Path(SHARED_MEMORY + rest))
+    return found
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Deletes those that are still there; a killed process cannot unlink its shared memory itself."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -121,6 +121,8 @@ class VllmServer:
         self.env = self._environment(env or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, psutil.Process] = {}
+        self._shared: set[Path] = set()
+        self._was_healthy = False
 
     @property
     def url(self) -> str:
@@ -186,7 +188,9 @@ class VllmServer:
             if code is not None:
                 raise ServerError(f"vLLM ended with code {code} before it was ready{self._tail_text()}")
             if self.healthy():
-                self.processes()
+                self._was_healthy = True
+                # Now as well as at the stop: a process that somebody kills meanwhile cannot be asked then.
+                self._shared = processes.shared_memory_files(self.processes())
                 return
             time.sleep(0.25)
         raise ServerError(f"vLLM not ready after {self.start_timeout:.0f} s{self._tail_text()}")
@@ -219,9 +223,13 @@ class VllmServer:
             return
         with processes.deferred_interrupts():
             members = self.processes()
+            self._shared |= processes.shared_memory_files(members)
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
-                processes.wait_gone(members, self.stop_grace)
+                # vLLM answers SIGTERM only once it serves: while it starts, waiting would be in vain.
+                processes.wait_gone(
+                    members, self.stop_grace if self._was_healthy else min(2.0, self.stop_grace)
+                )
             survivors = self.processes()
             processes.kill_all(survivors)
             processes.wait_gone(survivors, 10.0)
@@ -231,8 +239,12 @@ class VllmServer:
             processes.kill_all(survivors)
             survivors = processes.wait_gone(survivors, 10.0)
             self._process.poll()
+            if not survivors:
+                processes.remove_files(self._shared)
             self._process = None
+            self._was_healthy = False
             self._seen.clear()
+            self._shared.clear()
         if survivors:
             raise ServerError(f"processes {sorted(p.pid for p in survivors)} outlived SIGKILL")
 

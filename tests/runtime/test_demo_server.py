@@ -19,9 +19,13 @@ from gimbal_runtime.tools.server import ServerError, VllmServer
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "tiny-qwen3-moe"
 
-# Answers /health, and starts a child in a session of its own that ignores SIGTERM.
+# Answers /health, maps shared memory, and starts a child in a session of its own that ignores SIGTERM.
 STAND_IN = """
-import http.server, os, signal, subprocess, sys
+import http.server, mmap, os, signal, subprocess, sys
+path = "/dev/shm/gimbal-test-" + os.environ["GIMBAL_SERVER_ID"]
+with open(path, "wb+") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
 loop = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", loop], start_new_session=True)
 print("stand-in is up", flush=True)
@@ -46,14 +50,17 @@ def _left(server: VllmServer) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["polite", "stubborn"])
-def test_stop_ends_every_process(tmp_path, kind):
+def test_stop_ends_every_process_and_frees_its_shared_memory(tmp_path, kind):
     with _stand_in(tmp_path, kind) as server:
         members = server.processes()
         assert len(members) == 2
         assert len({os.getsid(process.pid) for process in members}) == 2
         assert sorted(_left(server)) == sorted(process.pid for process in members)
+        shared = Path(f"/dev/shm/gimbal-test-{server.marker}")
+        assert shared.is_file()
     assert _left(server) == []
     assert processes.alive(members) == []
+    assert not shared.exists()
     server.stop()  # a second stop is harmless
 
 
