@@ -21,8 +21,8 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
-SUPPORTED_VERSIONS = ("0.32.", "0.33.")
-"""Version prefixes whose internals the hooks were written against."""
+SUPPORTED_VERSIONS = ("0.32", "0.33")
+"""Releases, as major.minor, whose internals the hooks were written against."""
 
 Result = TypeVar("Result")
 
@@ -82,12 +82,12 @@ def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[
     Raises:
         RuntimeError: `strict`, and a hook does not fit.
     """
-    known = version.startswith(SUPPORTED_VERSIONS)
+    known = ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
     active = []
     for hook in hooks:
         try:
             if not known:
-                raise HookMismatch(f"vLLM {version} is not one of {', '.join(SUPPORTED_VERSIONS)}x")
+                raise HookMismatch(f"vLLM {version} is none of {', '.join(SUPPORTED_VERSIONS)}")
             hook.install()
         except Exception as error:
             message = f"Gimbal hook '{hook.name}' is not active, vLLM's own behaviour stays: {error}"

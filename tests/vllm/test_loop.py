@@ -1,13 +1,9 @@
-"""The loop on real servers: identical outputs, conservation of counts, engine choice, faults."""
+"""Real servers, one a test: conservation of counts, the negative control, faults."""
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TOP_K, LAYERS, EXPERTS = 4, 6, 32
 NO_PREFIX_CACHE = ["--no-enable-prefix-caching"]
+# vLLM kills its workers at once otherwise, and with them the counts of the window that is open.
+ORDERLY = ["--shutdown-timeout", "20"]
 
 
 def expected_picks(answers: list[dict[str, Any]]) -> int:
@@ -51,99 +49,19 @@ def send_to_each_engine(client: Client, prompts: list[Any]) -> dict[int, list[di
         return {engine: [f.result() for e, f in futures if e == engine] for engine in (0, 1)}
 
 
-class TestFullMode:
-    """DP=2, EP=2, two API servers, mode full."""
-
-    @pytest.fixture(scope="class")
-    def traffic_dir(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("traffic")
-
-    @pytest.fixture(scope="class")
-    def server(self, traffic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-        log = tmp_path_factory.mktemp("full") / "server.log"
-        env = {"GIMBAL_TRAFFIC_DIR": str(traffic_dir), "GIMBAL_BETA": "1.0", "GIMBAL_GAMMA": "0.0"}
-        arguments = [*NO_PREFIX_CACHE, "--max-num-seqs", "128"]
-        with VllmServer(
-            MODEL, "full", api_servers=2, extra_args=arguments, env=env, log_path=log, eplb_window=10
-        ) as server:
-            yield server
-
-    @pytest.fixture(scope="class")
-    def client(self, server: VllmServer) -> Client:
-        return Client(server.url)
-
-    def test_outputs_are_those_of_one_engine(self, client: Client, reference: list[list[int]]) -> None:
-        for _ in range(2):
-            answers = client.complete_all(load_prompts(48))
-            assert [answer["tokens"] for answer in answers] == reference
-        metrics = client.metrics()
-        assert metrics["gimbal_rearrangements_total"] > 0
-        assert metrics["gimbal_experts_moved_total"] > 0
-        assert metrics["gimbal_bytes_moved_total"] > 0
-        assert 0.0 < metrics["gimbal_remote_pick_share"] < 1.0
-        assert metrics["gimbal_rank_load_max_over_mean"] >= 1.0
-
-    def test_burst_splits_evenly(self, client: Client) -> None:
-        prompt = list(range(100, 200))
-        client.complete(prompt)  # the engines have reported, so that choices are made by score
-        time.sleep(1.5)
-        before = client.decisions()
-        client.complete_all([prompt] * 64, tokens=8)
-        after = client.decisions()
-        sent = {engine: after[engine] - before.get(engine, 0.0) for engine in (0, 1)}
-        assert sum(sent.values()) == 64
-        assert abs(sent[0] - 32) <= 2, sent
-
-    def test_pinned_requests_go_where_they_are_pinned(self, client: Client) -> None:
-        before = client.metrics()
-        for _ in range(5):
-            client.complete("pinned", 2, engine=1)
-        name = 'gimbal_engine_decisions_total{engine="1",reason="pinned"}'
-        assert client.metrics()[name] - before.get(name, 0.0) == 5
-
-    def test_aborted_requests_leave_no_compensation(self, client: Client) -> None:
-        body = {
-            "model": MODEL.name,
-            "prompt": "x " * 400,
-            "max_tokens": 1500,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        request = urllib.request.Request(
-            f"{client.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-
-        def open_and_leave(_: int) -> None:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                reply.readline()
-
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(open_and_leave, range(16)))
-
-        def nothing_left() -> bool:
-            metrics = client.metrics()
-            return all(
-                metrics[f'gimbal_engine_compensation_tokens{{engine="{engine}"}}'] == 0 for engine in (0, 1)
-            )
-
-        assert wait_until(nothing_left, 10.0)
-
-    def test_idle_engines_stay_fresh(self, client: Client) -> None:
-        time.sleep(20.0)
-        metrics = client.metrics()
-        ages = [
-            time.time() - metrics[f'gimbal_engine_trace_timestamp_seconds{{engine="{engine}"}}']
-            for engine in (0, 1)
-        ]
-        assert max(ages) < 3.0, ages
-
-
 def run_and_count(tmp_path: Path, **options: Any) -> tuple[dict[int, list[dict[str, Any]]], np.ndarray, str]:
     """Serves the prompts, half by each engine, and stops: the answers, the traffic [L, S, E], the log."""
     traffic, log = tmp_path / "traffic", tmp_path / "server.log"
     env = {"GIMBAL_TRAFFIC_DIR": str(traffic), "GIMBAL_BETA": "1.0", "GIMBAL_GAMMA": "0.0"}
     with VllmServer(
-        MODEL, "full", extra_args=NO_PREFIX_CACHE, env=env, log_path=log, eplb_window=10, **options
+        MODEL,
+        "full",
+        extra_args=[*NO_PREFIX_CACHE, *ORDERLY],
+        env=env,
+        log_path=log,
+        eplb_window=10,
+        stop_grace=40.0,
+        **options,
     ) as server:
         answers = send_to_each_engine(Client(server.url), load_prompts(48))
     return answers, total_traffic(traffic), log.read_text()
@@ -217,7 +135,13 @@ def moved(client: Client) -> float:
 def test_stock_mode_observes_without_acting(tmp_path: Path, reference: list[list[int]]) -> None:
     env = {"GIMBAL_OBSERVE": "1", "GIMBAL_TRAFFIC_DIR": str(tmp_path / "traffic")}
     with VllmServer(
-        MODEL, "off", env=env, log_path=tmp_path / "server.log", eplb_window=10, extra_args=NO_PREFIX_CACHE
+        MODEL,
+        "off",
+        env=env,
+        log_path=tmp_path / "server.log",
+        eplb_window=10,
+        extra_args=[*NO_PREFIX_CACHE, *ORDERLY],
+        stop_grace=40.0,
     ) as server:
         client = Client(server.url)
         answers = client.complete_all(load_prompts(48))
