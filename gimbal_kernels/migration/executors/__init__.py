@@ -1,0 +1,1 @@
+"""Ways to carry bytes between ranks, all under one protocol."""
