@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
+from .affinity import AffinityMap
 from .config import GimbalConfig
+from .decision_log import DecisionLog, LoggedDecision
+from .sent_requests import SentRequests
 from .trace import EngineTrace
 
 PINNED = "pinned"
@@ -41,6 +43,8 @@ class SelectConfig:
         kv_saturated, kv_gap: the veto acts when the highest KV cache use exceeds the first and the spread
             exceeds the second.
         kv_full: an engine at or above it is left out while another one is below `kv_saturated`.
+        affinity_keys: affinity keys remembered; the least recently used one makes room.
+        decisions_kept: decisions kept for a look at them.
 
     Raises:
         ValueError: a value that is not finite or outside its range.
@@ -53,6 +57,8 @@ class SelectConfig:
     kv_saturated: float = 0.90
     kv_gap: float = 0.10
     kv_full: float = 0.995
+    affinity_keys: int = 65_536
+    decisions_kept: int = 256
 
     def __post_init__(self) -> None:
         for name in ("w_kv", "w_moe", "close", "stale_after", "kv_saturated", "kv_gap", "kv_full"):
@@ -139,11 +145,11 @@ class EngineSelector:
         self._moe_term = [0.0] * num_engines
         self._moe_changed = False
         self._score = [0.0] * num_engines
-        self._ack = [0] * num_engines
-        self._seq = [0] * num_engines
-        self._sent: list[dict[int, int]] = [{} for _ in range(num_engines)]  # seq -> tokens, seq ascending
-        self._compensation = [0] * num_engines
+        self._sent = SentRequests(num_engines)
+        self._live: Sequence[int] = range(num_engines)
         self._scored: tuple[Sequence[int], Sequence[float]] | None = None
+        self._affinity = AffinityMap(self.config.affinity_keys)
+        self.decisions = DecisionLog(self.config.decisions_kept)
 
     @property
     def scores(self) -> tuple[float | None, ...] | None:
@@ -156,7 +162,38 @@ class EngineSelector:
     def compensation(self, engine: int) -> int:
         """Tokens sent to `engine` that its last trace does not include yet and that have not finished."""
         self._check_engine("engine", engine)
-        return self._compensation[engine]
+        return self._sent.tokens[engine]
+
+    @property
+    def live_engines(self) -> tuple[int, ...]:
+        """Engines that have not been removed, ascending."""
+        return tuple(self._live)
+
+    def remove_engine(self, engine: int) -> None:
+        """An engine is gone: all that was sent there and every affinity to it is dropped, and it is not chosen
+        until `restore_engine`. Its traces are ignored. Removing it again does nothing.
+
+        Raises:
+            ValueError: `engine` is none.
+        """
+        self._check_engine("engine", engine)
+        self._live = [other for other in self._live if other != engine]
+        self._sent.forget(engine)
+        self._affinity.drop_engine(engine)
+        self._time[engine] = -math.inf
+        self._prefill[engine] = self._kv[engine] = self._moe[engine] = 0.0
+        self._moe_changed = True
+        self._refresh(engine)
+
+    def restore_engine(self, engine: int) -> None:
+        """An engine is back, or its successor is: without a trace, as at the start.
+
+        Raises:
+            ValueError: `engine` is none.
+        """
+        self._check_engine("engine", engine)
+        self._live = sorted({*self._live, engine})
+        self._moe_changed = True
 
     def observe(self, engine: int, trace: EngineTrace) -> None:
         """Take a new trace of one engine and drop the requests that it includes.
@@ -172,18 +209,15 @@ class EngineSelector:
         prefill = trace.run_prefill + trace.wait_prefill
         if not all(map(math.isfinite, (prefill, trace.kv, trace.moe, trace.time))):
             return
-        ack = trace.ack if trace.ack <= self._seq[engine] else self._ack[engine]
-        if trace.time < self._time[engine] or ack < self._ack[engine]:
+        if engine not in self._live or trace.time < self._time[engine]:
+            return
+        if not self._sent.acknowledge(engine, trace.ack):
             return
         self._prefill[engine] = max(0.0, prefill)
         self._kv[engine] = max(0.0, trace.kv)
         self._moe[engine] = max(0.0, trace.moe)
         self._moe_changed = True  # the mean, and with it every engine's term
         self._time[engine] = trace.time
-        self._ack[engine] = ack
-        sent = self._sent[engine]
-        for seq in list(takewhile(lambda seq: seq <= ack, sent)):
-            self._compensation[engine] -= sent.pop(seq)
         self._refresh(engine)
 
     def release(self, engine: int, seq: int) -> None:
@@ -195,11 +229,17 @@ class EngineSelector:
             ValueError: `engine` is none.
         """
         self._check_engine("engine", engine)
-        self._compensation[engine] -= self._sent[engine].pop(seq, 0)
+        self._sent.release(engine, seq)
         self._refresh(engine)
 
     def select(
-        self, tokens: int, *, now: float, pinned: int | None = None, affinity: int | None = None
+        self,
+        tokens: int,
+        *,
+        now: float,
+        pinned: int | None = None,
+        affinity: int | None = None,
+        affinity_key: Hashable | None = None,
     ) -> Decision:
         """Choose the engine for a request and remember that it was sent there.
 
@@ -208,21 +248,32 @@ class EngineSelector:
             now: the client's monotonic time in seconds, on the clock of `EngineTrace.time`.
             pinned: the engine that the request must go to; no test is made.
             affinity: the engine that is taken if its score is close to the best.
+            affinity_key: of a session, a prefix (`affinity.prefix_key`) or the caller's choice. Without
+                `affinity`, the engine that the key's last request went to takes its place.
 
         Raises:
-            ValueError: `tokens` is no integer >= 0; `pinned` or `affinity` is no engine.
+            ValueError: `tokens` is no integer >= 0; `pinned` or `affinity` is no engine; `pinned` has been
+                removed; no engine is left.
         """
         if not isinstance(tokens, int) or tokens < 0:
             raise ValueError(f"tokens: {tokens!r}; valid: an integer >= 0")
         if pinned is not None:
             self._check_engine("pinned", pinned)
-            return self._send(pinned, PINNED, tokens)
+            if pinned not in self._live:
+                raise ValueError(f"pinned: engine {pinned} has been removed; valid: {list(self._live)}")
+            return self._send(pinned, PINNED, tokens, affinity_key)
+        if not self._live:
+            raise ValueError("num_engines: every engine has been removed; valid: at least one that is left")
         if affinity is not None:
             self._check_engine("affinity", affinity)
+        elif affinity_key is not None:
+            affinity = self._affinity.get(affinity_key)
+        before = self._scored
         engine, reason = self._choose(now, affinity)
         if engine != affinity or reason != CLOSE:
             self._next = engine + 1
-        return self._send(engine, reason, tokens)
+        scored = self._scored if self._scored is not before else None
+        return self._send(engine, reason, tokens, affinity_key, now, scored)
 
     def _choose(self, now: float, affinity: int | None) -> tuple[int, str]:
         config = self.config
@@ -252,18 +303,16 @@ class EngineSelector:
         return self._next_in_order(equal), CLOSE
 
     def _candidates(self) -> Sequence[int]:
-        """All engines in ascending order, without the full ones if another has room.
+        """All engines that are left in ascending order, without the full ones if another has room.
 
         An engine without a trace has an unknown KV cache use: it is neither full nor a reason to leave others
         out.
         """
         full, saturated = self.config.kv_full, self.config.kv_saturated
-        everyone = range(self.num_engines)
+        everyone = self._live
         if max(self._kv) < full:
             return everyone
-        room = any(
-            use < saturated and time != -math.inf for use, time in zip(self._kv, self._time, strict=True)
-        )
+        room = any(self._kv[engine] < saturated and self._time[engine] != -math.inf for engine in everyone)
         return [engine for engine in everyone if self._kv[engine] < full] if room else everyone
 
     def _at(self, figures: list[float], candidates: Sequence[int]) -> Sequence[float]:
@@ -273,7 +322,7 @@ class EngineSelector:
 
     def _refresh(self, engine: int) -> None:
         """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1)."""
-        sent = self._compensation[engine]
+        sent = self._sent.tokens[engine]
         kv = self._kv[engine]
         if self.kv_capacity_tokens is not None:
             kv += sent / self.kv_capacity_tokens
@@ -282,8 +331,8 @@ class EngineSelector:
         self._score[engine] = prefill + self.config.w_kv * kv + self._moe_term[engine]
 
     def _weigh_moe(self) -> None:
-        """The MoE term of every engine; the mean is over all engines, candidates or not."""
-        mean = sum(self._moe) / self.num_engines
+        """The MoE term of every engine; the mean is over all that are left, candidates or not."""
+        mean = sum(self._moe) / len(self._live)
         for engine, moe in enumerate(self._moe):
             # A mean of 0 says that no engine has processed anything: there is no pressure to compare.
             excess = max(0.0, moe / mean - 1.0) if mean > 0.0 else 0.0
@@ -296,12 +345,20 @@ class EngineSelector:
         place = bisect_left(members, self._next)
         return members[place] if place < len(members) else members[0]
 
-    def _send(self, engine: int, reason: str, tokens: int) -> Decision:
-        self._seq[engine] += 1
-        seq = self._seq[engine]
-        self._sent[engine][seq] = tokens
-        self._compensation[engine] += tokens
+    def _send(
+        self,
+        engine: int,
+        reason: str,
+        tokens: int,
+        key: Hashable | None,
+        now: float | None = None,
+        scored: tuple[Sequence[int], Sequence[float]] | None = None,
+    ) -> Decision:
+        seq = self._sent.send(engine, tokens)
         self._refresh(engine)
+        if key is not None:
+            self._affinity.put(key, engine)
+        self.decisions.add(LoggedDecision(now, engine, reason, seq, tokens, *(scored or ())))
         return Decision(engine, reason, seq)
 
     def _check_engine(self, name: str, engine: int) -> None:
