@@ -117,8 +117,8 @@ def run_mode(
     traffic = logs / f"windows-{mode}"
     shutil.rmtree(traffic, ignore_errors=True)
     traffic.mkdir(parents=True)
-    # In mode off only counting is added, so that stock vLLM has traffic figures to compare with.
-    observe = {"GIMBAL_OBSERVE": "1"} if mode == "off" else {}
+    # Where vLLM's own balancer places the experts only counting is added, for traffic figures to compare with.
+    observe = {"GIMBAL_OBSERVE": "1"} if mode in ("off", "dp") else {}
     server = VllmServer(
         settings.model,
         mode,

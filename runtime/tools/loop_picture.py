@@ -110,3 +110,17 @@ def picture(*, narrow: bool = False) -> str:
     parts += [_box(*box) for box in layout.boxes]
     label = "Requests, engine choice, engines, MoE layers, counting, placement, migration, and back"
     return svg(layout.width, layout.height, parts, label)
+
+
+STYLE = (
+    "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#1f2937}.name{font-weight:600;font-size:13px}"
+    ".box{fill:#f3f6fa;stroke:#94a3b8}.arrow{fill:none;stroke:#475569;stroke-width:1.6}"
+    ".dashed{stroke-dasharray:5 4}.tip{fill:#475569;stroke:none}"
+)
+
+
+def standalone() -> str:
+    """The picture as a file of its own (docs/loop.svg), on white, with its style inside."""
+    body = picture().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    ground = f'<rect width="{WIDE.width}" height="{WIDE.height}" fill="#fff"/>'
+    return body.replace("<defs>", f"<style>{STYLE}</style>{ground}<defs>", 1) + "\n"

@@ -178,7 +178,8 @@ async def replay_async(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Record], float]:
     """Sends every request at its time over its own connection; see `replay`."""
-    connector = aiohttp.TCPConnector(limit=0)
+    # A fresh connection each: the server closes idle ones after 5 s, at times just as a request goes out on it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     limit = aiohttp.ClientTimeout(total=timeout)
     done = 0
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
