@@ -21,6 +21,7 @@ SERVER_VARIABLE = "GIMBAL_SERVER_ID"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _NO_AGEING = ("off", "inf")
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,16 @@ def _number(
     above: bool = False,
     optional: bool = False,
     unlimited: bool = False,
+    auto: bool = False,
 ) -> _Kind:
-    """A float in [low, high], or (low, high] with `above`; `unlimited` takes infinity, "off" and "inf"."""
+    """A float in [low, high], or (low, high] with `above`; `unlimited` takes infinity, "off" and "inf", and
+    `auto` takes "auto"."""
 
-    def check(value: Any) -> float | None:
+    def check(value: Any) -> float | str | None:
         if value is None and optional:
             return None
+        if auto and isinstance(value, str) and value.lower() == _AUTO:
+            return _AUTO
         if unlimited and isinstance(value, str) and value.lower() in _NO_AGEING:
             return math.inf
         # bool is an int in Python: true is not a number here.
@@ -176,10 +181,11 @@ class GimbalConfig:
     kv_saturated: float = _setting(0.90, _SHARE, "engine choice: KV cache use from which the veto looks")
     kv_gap: float = _setting(0.10, _SHARE, "engine choice: spread of KV cache use from which the veto acts")
     kv_full: float = _setting(0.995, _SHARE, "engine choice: KV cache use at which an engine is left out")
-    age_limit: float = _setting(
+    age_limit: Any = _setting(  # noqa: RUF009  # a float, or "auto"
         5.0,
-        _number("a number of seconds >= 0, or off", unlimited=True),
-        "queue: seconds after which a request is served in arrival order (off or inf: never)",
+        _number("a number of seconds >= 0, or off, or auto", unlimited=True, auto=True),
+        "queue: seconds after which a request is served in arrival order (off or inf: never; auto: by the "
+        "waits seen lately)",
     )
     pressure_interval: int = _setting(8, _integer(1), "engine steps between exchanges of MoE pressure")
     heartbeat: float = _setting(1.0, _SECONDS, "seconds after which an engine publishes an unchanged trace")

@@ -245,7 +245,8 @@ def test_removed_entries_do_not_pile_up(clock: Clock, age_limit: float) -> None:
         queue.remove(item)
         queue.push_front(resumed)
         queue.remove(resumed)
-    assert max(len(queue._by_size), len(queue._by_arrival), len(queue._resumed)) < 200
+    (level,) = queue._levels.values()
+    assert max(len(level.by_size), len(level.by_arrival), len(level.resumed)) < 200
     assert len(queue) == 1
 
 
