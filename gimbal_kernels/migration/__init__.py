@@ -1,6 +1,15 @@
-"""Moving experts between ranks while they serve: planned, staged beside serving, committed by agreement."""
+"""Moving experts between ranks while they serve: planned, staged, committed by agreement (SPEC section 5)."""
 
+from .migrate import MigrationReport, migrate
 from .plan import MigrationPlan, plan_migration
+from .verdict import MigrationError
 from .weights import ExpertWeights
 
-__all__ = ["ExpertWeights", "MigrationPlan", "plan_migration"]
+__all__ = [
+    "ExpertWeights",
+    "MigrationError",
+    "MigrationPlan",
+    "MigrationReport",
+    "migrate",
+    "plan_migration",
+]

@@ -43,7 +43,7 @@ class ExpertWeights:
         some = next(iter(self.layers[0].values()))
         shape: Any = getattr(some, "shape", ())
         self.slots_per_rank = int(shape[0]) if len(shape) else 0
-        self.device = getattr(some, "device", None)
+        self.device: Any = getattr(some, "device", None)
         self._bytes = [
             [self._as_bytes(tensor, layer, name) for name, tensor in tensors.items()]
             for layer, tensors in enumerate(self.layers)
