@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from gimbal_kernels.migration import ExpertWeights, plan_migration
-from gimbal_kernels.migration.executors import Executor, SharedMemoryExecutor
+from gimbal_kernels.migration.executors import Executor, ProcessGroupExecutor, SharedMemoryExecutor
 from gimbal_kernels.topology import Topology
 
 FORK = multiprocessing.get_context("fork")
@@ -61,6 +64,7 @@ def run_ranks(ranks: int, body: Callable[..., Any], *args: Any, limit: float = 6
         for worker in workers:
             worker.kill()
             worker.join()
+        (Path(tempfile.gettempdir()) / f"gimbal-store-{name}").unlink(missing_ok=True)
     return results
 
 
@@ -132,6 +136,21 @@ def share_of(slots: Any, rank: int, ranks: int) -> list[list[int]]:
 def shared_memory(weights: ExpertWeights, rank: int, ranks: int, name: str, **options: Any) -> Executor:
     options = {"timeout": 20.0, "start_timeout": 20.0} | options
     return SharedMemoryExecutor(weights, rank=rank, ranks=ranks, name=name, **options)
+
+
+def process_group(weights: ExpertWeights, rank: int, ranks: int, name: str, **options: Any) -> Executor:
+    """Over gloo; the store is a file that outlives every rank."""
+    options.pop("start_timeout", None)
+    path = Path(tempfile.gettempdir()) / f"gimbal-store-{name}"
+    store = dist.FileStore(str(path), -1)
+    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=ranks)
+    options = {"timeout": 20.0, "start_timeout": 20.0} | options
+    return ProcessGroupExecutor(
+        weights, group=dist.group.WORLD, store=dist.PrefixStore("migration", store), **options
+    )
+
+
+EXECUTORS = {"shared_memory": shared_memory, "process_group": process_group}
 
 
 def plan(old: Any, new: Any, ranks: int) -> Any:

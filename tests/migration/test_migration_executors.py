@@ -17,7 +17,6 @@ from gimbal_kernels.migration.executors import SharedMemoryExecutor
 
 pytestmark = pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
 LAYERS, EXPERTS, SLOTS = 5, 12, 16
-EXECUTORS = {"shared_memory": group.shared_memory}
 
 
 def random_chain(seed: int, length: int) -> list[np.ndarray]:
@@ -49,7 +48,7 @@ def move_along(rank, ranks, name, make, chain, staged_experts):
     return waves, received
 
 
-@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
+@pytest.mark.parametrize("make", group.EXECUTORS.values(), ids=group.EXECUTORS)
 @pytest.mark.parametrize("staged_experts", [None, 4])
 def test_every_dtype_moves_bit_exactly(make, staged_experts):
     results = group.run_ranks(4, move_along, make, random_chain(0, 6), staged_experts)
