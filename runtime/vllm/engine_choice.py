@@ -158,6 +158,8 @@ def install() -> None:
         pinned = self.core_engines.index(known) if known is not None else request.data_parallel_rank
         if pinned is None:
             pinned = late_index(request.pooling_params, len(self.core_engines))
+        if pinned is not None and not 0 <= pinned < len(self.core_engines):
+            return stock(self, request)  # a rank that does not exist: vLLM's own answer to it
         asked = request.data_parallel_rank
         request.data_parallel_rank = choice.choose(request, pinned).engine
         try:

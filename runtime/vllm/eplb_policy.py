@@ -20,6 +20,7 @@ from .source_rows import ModelTraffic, SourceRows, rows_of_this_process
 
 MODULE = "vllm.distributed.eplb.policy"
 _fuse = Fuse("eplb-policy")
+_report_fuse = Fuse("placement-report")
 
 
 def _take_traffic(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraffic, torch.Tensor] | None:
@@ -49,35 +50,43 @@ def decide(rows: SourceRows, model: ModelTraffic, traffic: Any, current: Any, no
     slots_per_rank = current.shape[1] // place.num_ranks
     topology = Topology.grid(nodes=nodes, gpus_per_node=place.num_ranks // nodes, sources=place.num_sources)
     balancer = Balancer(config, topology, slots_per_rank)
-    window = balancer.measure(traffic, current)
-    has_spare_slots = current.shape[1] != traffic.shape[2]
     if not config.places_experts:
         slots = stock()
-    elif has_spare_slots and config.method == "paper":
+    elif current.shape[1] != traffic.shape[2] and config.method == "paper":
         warn_once("Gimbal: spare slots are not placed by method 'paper'; vLLM's own policy decides")
         slots = stock()
     else:
         slots = balancer.decide(traffic, current)
-    moved = moved_copies(current, slots, slots_per_rank)
+    # Apart from the decision: a full disk on one rank must not make that rank decide otherwise than the others.
+    _report_fuse.run(lambda: _report(rows, model, balancer, traffic, current, slots), lambda: None)
+    return slots
+
+
+def _report(
+    rows: SourceRows, model: ModelTraffic, balancer: Balancer, traffic: Any, current: Any, slots: Any
+) -> None:
+    """Figures for the metrics, a line in the log and, where asked, the window's file."""
+    window = balancer.measure(traffic, current)
+    moved = moved_copies(current, slots, balancer.slots_per_rank)
     rows.totals |= {"remote_pick_share": window.remote_pick_share, "max_over_mean": window.max_over_mean}
     rows.count("picks", window.picks)
     rows.count("experts_moved", moved)
     rows.count("bytes_moved", moved * _bytes_per_expert(model))
     rows.count("rearrangements", 1)
     rows.count("windows", 1)
-    if place.source == 0 and place.tp_rank == 0:
-        logger.info(
-            "Gimbal window %d: %d picks, remote share %.3f, max/mean %.3f, %d experts move",
-            int(rows.totals["windows"]),
-            window.picks,
-            window.remote_pick_share,
-            window.max_over_mean,
-            moved,
-        )
-        if config.traffic_dir is not None:
-            index = int(rows.totals["windows"])
-            save_window(config.traffic_dir, index, traffic=traffic, current=current, slots=slots)
-    return slots
+    if rows.place.source or rows.place.tp_rank:
+        return
+    index = int(rows.totals["windows"])
+    logger.info(
+        "Gimbal window %d: %d picks, remote share %.3f, max/mean %.3f, %d experts move",
+        index,
+        window.picks,
+        window.remote_pick_share,
+        window.max_over_mean,
+        moved,
+    )
+    if rows.config.traffic_dir is not None:
+        save_window(rows.config.traffic_dir, index, traffic=traffic, current=current, slots=slots)
 
 
 def _install() -> None:

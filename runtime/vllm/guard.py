@@ -25,6 +25,8 @@ SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Releases, as major.minor, whose internals the hooks were written against."""
 
 Result = TypeVar("Result")
+inactive: list[str] = []
+"""Messages of the hooks that did not fit, in this process."""
 
 
 class HookMismatch(RuntimeError):
@@ -91,6 +93,7 @@ def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[
             hook.install()
         except Exception as error:
             message = f"Gimbal hook '{hook.name}' is not active, vLLM's own behaviour stays: {error}"
+            inactive.append(message)
             if strict:
                 raise RuntimeError(message) from error
             # Every process of a server comes to the same finding: the first one says it.

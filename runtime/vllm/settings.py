@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..config import GimbalConfig
-from .guard import Hook, expect, logger
+from .guard import Hook, expect, inactive, logger
 
 _OFF = GimbalConfig(mode="off")
 SCHEDULER = "gimbal_runtime.vllm.scheduler.GimbalScheduler"
@@ -39,6 +39,8 @@ def traffic_travels(config: GimbalConfig) -> bool:
 def _prepare(vllm_config: Any) -> None:
     """Checks the settings and puts the queue in place, before any engine process is started."""
     config = config_for(vllm_config)
+    if config.strict and inactive:  # the setting may have come with the configuration, after the hooks
+        raise RuntimeError("; ".join(inactive))
     scheduler = vllm_config.scheduler_config
     if config.chooses_engines and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

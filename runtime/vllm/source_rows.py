@@ -95,17 +95,19 @@ class ModelTraffic:
         self._pressure = RankLoads(place, device, group, pressure_interval, layers=model.num_moe_layers)
 
     def before_forward(self) -> None:
-        """Notes the counters, so that what warm-up or dummy passes left in them is not counted."""
-        self._before = self.state.expert_load_pass.clone()
+        """Notes the counters, so that what warm-up or dummy passes left in them is not counted.
 
-    def after_forward(self) -> None:
-        """Adds the picks of the forward pass that just ran to this rank's source row."""
-        picks = self.state.expert_load_pass
-        if self._before is not None:
-            picks = picks - self._before
-            self._before = None
-        if not self.place.counts:
+        A drafter runs several passes in a step: the first one counts from here.
+        """
+        if self._before is None:
+            self._before = self.state.expert_load_pass.clone()
+
+    def after_forward(self, *, is_dummy: bool) -> None:
+        """Adds the picks of the step that just ran to this rank's source row, unless it was a dummy."""
+        before, self._before = self._before, None
+        if is_dummy or before is None or not self.place.counts:
             return
+        picks = self.state.expert_load_pass - before
         row = self.window.counts[:, self.place.source]
         slots = self.state.physical_to_logical_map
         # Slots without an expert (elastic EP) hold -1 and are never routed to.
@@ -187,14 +189,15 @@ class SourceRows:
     def all(self) -> list[ModelTraffic]:
         return [self.of(state) for state in self._eplb_state.model_states.values()]
 
-    def before_forward(self) -> None:
-        for traffic in self.all():
-            traffic.before_forward()
+    def before_forward(self, model_key: str) -> None:
+        """A forward pass of one model is about to run; `model_key` is vLLM's for it."""
+        state = self._eplb_state.model_states.get(model_key)
+        if state is not None:
+            self.of(state).before_forward()
 
     def after_step(self, *, is_dummy: bool) -> None:
         for traffic in self.all():
-            if not is_dummy:
-                traffic.after_forward()
+            traffic.after_forward(is_dummy=is_dummy)
             traffic.end_step()
 
     def close_windows(self) -> None:
@@ -204,10 +207,9 @@ class SourceRows:
 
     def save_rest(self) -> None:
         """Saves what this rank has counted since the last window was closed, where windows are saved."""
-        models = list(self._models.values())
-        if self.config.traffic_dir is None or not models:
+        main = self._main()
+        if self.config.traffic_dir is None or main is None:
             return
-        main = max(models, key=lambda traffic: traffic.window.counts.numel())
         rank = self.place.source * self.place.tp_size + self.place.tp_rank
         current = main.state.physical_to_logical_map.cpu().numpy()
         save_rest(self.config.traffic_dir, rank, traffic=main.window.counts.cpu().numpy(), current=current)
@@ -225,10 +227,12 @@ class SourceRows:
 
     def figures(self) -> dict[str, float]:
         """All figures of this rank, for the engine's report."""
-        figures = dict(self.totals)
-        for traffic in self._models.values():
-            figures |= traffic.figures
-        return figures
+        main = self._main()
+        return dict(self.totals) | (main.figures if main is not None else {})
+
+    def _main(self) -> ModelTraffic | None:
+        """The model whose pressure counts; a drafter is the smaller one."""
+        return max(self._models.values(), key=lambda model: model.window.counts.numel(), default=None)
 
 
 _of_this_process: SourceRows | None = None
@@ -250,6 +254,7 @@ def _install() -> None:
     prepare = expect(STATE, "EplbState.prepare_forward", ["self", "model_config", "num_unpadded_tokens"])
     step = expect(STATE, "EplbState.step", ["self", "is_dummy", "is_profile", "log_stats"])
     rearrange = expect(STATE, "EplbState.rearrange", ["self", "is_profile"])
+    model_key = expect("vllm.config.utils", "compute_hash_cached")
     should_record = expect(STATE, "EplbState._should_record_current_step", ["self"])
     current_config = expect("vllm.config", "get_current_vllm_config")
     worker_class = expect("vllm.v1.worker.gpu_worker", "Worker")
@@ -272,7 +277,7 @@ def _install() -> None:
         own = num_unpadded_tokens if rows is None else rows.place.own_tokens(num_unpadded_tokens)
         prepare(self, model_config, own, ubatch_slices)
         if rows is not None:
-            rows.fuse.run(rows.before_forward, lambda: None)
+            rows.fuse.run(lambda: rows.before_forward(model_key(model_config)), lambda: None)
 
     def eplb_step(
         self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import pytest
 
 from .conftest import MODEL, Client, load_prompts, wait_until
@@ -48,15 +50,31 @@ def test_outputs_are_those_of_one_engine(client: Client, reference: list[list[in
 
 
 def test_burst_splits_evenly(client: Client) -> None:
-    prompt = list(range(100, 200))
-    client.complete(prompt)  # the engines have reported, so that choices are made by score
+    client.complete("warm", 2)  # the engines have reported, so that choices are made by score
     time.sleep(1.5)
     before = client.decisions()
-    client.complete_all([prompt] * 64, tokens=8)
+    # Long enough that all have arrived before the first is through: what is served meanwhile is not a burst.
+    assert asyncio.run(send_at_once(client, [list(range(100, 600))] * 64)) == [200] * 64
     after = client.decisions()
     sent = {engine: after[engine] - before.get(engine, 0.0) for engine in (0, 1)}
     assert sum(sent.values()) == 64
     assert abs(sent[0] - 32) <= 2, sent
+
+
+async def send_at_once(client: Client, prompts: list[list[int]]) -> list[int]:
+    """HTTP status of each request; all are written before any answer is read."""
+    body = {"model": client.model, "max_tokens": 2, "temperature": 0}
+
+    async def send(session: aiohttp.ClientSession, prompt: list[int]) -> int:
+        async with session.post(f"{client.url}/v1/completions", json=body | {"prompt": prompt}) as reply:
+            await reply.read()
+            return reply.status
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=180)
+    ) as session:
+        return await asyncio.gather(*(send(session, prompt) for prompt in prompts))
 
 
 def test_pinned_requests_go_where_they_are_pinned(client: Client) -> None:

@@ -170,8 +170,6 @@ def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
     ("env", "arguments", "message"),
     [
         ({"GIMBAL_MODE": "fast"}, [], "uncoordinated"),
-        ({"GIMBAL_COLOUR": "red"}, [], "GIMBAL_MODE"),
-        ({}, ["--additional-config", '{"gimbal": {"mode": "fast"}}'], "uncoordinated"),
         ({}, ["--additional-config", '{"gimbal": {"colour": "red"}}'], "age_limit"),
     ],
 )
