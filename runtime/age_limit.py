@@ -20,7 +20,8 @@ class AutoAgeLimit:
 
     Args:
         quantile: share of waits that are at most the one taken, in (0, 1].
-        factor: multiple of that wait; above 1, or the limit could never rise again once every request is of age.
+        factor: multiple of that wait. Even with 1 the limit rises when waits do: what comes of age waits longer
+            than the limit.
         window: waits remembered.
         low, high: seconds; the limit stays within.
         initial: seconds, in force until `MIN_WAITS` waits have been seen.
@@ -33,7 +34,7 @@ class AutoAgeLimit:
         self,
         *,
         quantile: float = 0.99,
-        factor: float = 1.25,
+        factor: float = 1.0,
         window: int = 512,
         low: float = 1.0,
         high: float = 60.0,

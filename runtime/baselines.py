@@ -273,3 +273,7 @@ class BalanceRouteAhead(BalanceRoute):
             )
             costs.append((-score, loads[0]))
         return costs
+
+    def foresee(self, releases: Releases) -> None:
+        """Take another classifier; it must look at least `horizon` steps ahead."""
+        self._releases = releases

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .tools import demo, doctor
+from .tools import demo, doctor, simulate
 from .tools.errors import RunError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_parser(commands)
     doctor.add_parser(commands)
+    simulate.add_parser(commands)
     return parser
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -230,6 +230,34 @@ class DeflectionRouter:
         if decode_node is not None:  # late is better than never
             return self._deflect(ONLY_DECODE, prompt_tokens, uncached, decode_node, by_prefill, by_decode)
         return Route(None, False, (), by_prefill, by_decode, NOWHERE)
+
+    def reconsider(
+        self, waiting: Sequence[tuple[int, int]], node: PrefillNode, decode_nodes: Sequence[DecodeNode]
+    ) -> tuple[int, Route] | None:
+        """Choose a request that waits for a prefill node and is now better deflected.
+
+        To be asked when a decode node has become free: a request is routed once when it arrives, and by then
+        every decode node may have had a deflected prefill in flight.
+
+        Args:
+            waiting: (prompt tokens, uncached tokens) of the requests that wait for `node` and can still be
+                taken back, in the order in which it will serve them.
+            node: with everything in `queued` that it serves before them, and none of them.
+            decode_nodes: in their fixed order.
+
+        Returns:
+            The place of the first request in `waiting` that `route` would deflect, counting those before it as
+            queued, and its route; None: there is none.
+        """
+        if not any(decode.candidate for decode in decode_nodes):
+            return None
+        ahead = list(node.queued or ())
+        for place, (prompt, uncached) in enumerate(waiting):
+            route = self.route(prompt, uncached, [replace(node, queued=tuple(ahead))], decode_nodes)
+            if route.reason == DEFLECTED:
+                return place, route
+            ahead.append((uncached, prompt - uncached))
+        return None
 
     def _deflect(
         self, reason: str, tokens: int, uncached: int, node: DecodeNode, by_prefill: float, by_decode: float

@@ -229,6 +229,23 @@ def test_without_any_candidate_prefill_nodes_go_in_order() -> None:
     assert routes[0].ttft_prefill == math.inf
 
 
+def test_a_request_that_waits_is_deflected_when_a_node_becomes_free() -> None:
+    router = DeflectionRouter()
+    node = prefill(queued=[(4_000, 0)])
+    waiting = [(15_000, 15_000), (1_000, 1_000), (2_000, 2_000)]
+    # The first is too long for the decode node's KV cache; the second is the first that gains.
+    free = decode(kv_free=14_000)
+    found = router.reconsider(waiting, node, [free])
+    assert found is not None
+    place, route = found
+    assert (place, route.node, sum(route.chunks)) == (1, "d", 1_000)
+    ahead = replace(node, queued=[(4_000, 0), (15_000, 0)])
+    assert route.ttft_prefill == router.route(1_000, 1_000, [ahead], []).ttft_prefill
+    assert router.reconsider(waiting, node, [decode(deflected_in_flight=1)]) is None
+    assert router.reconsider([(100, 100)], prefill(), [decode(n_decode=60)]) is None  # nothing to gain
+    assert router.reconsider([], node, [free]) is None
+
+
 def test_when_every_prefill_node_is_dead() -> None:
     dead = prefill(live=False)
     strict = DeflectionRouter(DeflectionConfig(ttft_slo=1e-6))

@@ -37,7 +37,7 @@ def test_the_paper_constant_until_enough_waits_were_seen() -> None:
         limit.observe(20.0)
     assert limit.value == 5.0
     limit.observe(20.0)
-    assert limit.value == 25.0
+    assert limit.value == 20.0
 
 
 def test_it_is_a_multiple_of_the_quantile_of_the_last_waits() -> None:
