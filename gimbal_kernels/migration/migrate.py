@@ -76,12 +76,14 @@ def migrate(
         try:
             commit(share, plan, weights, executor, on_commit)
         except Exception:
-            tell_others(executor, shares, share.wave + 1)
+            abandon_from(executor, shares, share.wave + 1)
             raise
     return report(shares, weights, time.perf_counter() - start)
 
 
-def prepare(plan: MigrationPlan, weights: ExpertWeights, executor: Executor) -> list[Share]:
+def prepare(
+    plan: MigrationPlan, weights: ExpertWeights, executor: Executor, *, max_layers: int | None = None
+) -> list[Share]:
     """This rank's shares of the plan; ValueError when it fits neither the weights nor the executor."""
     if weights is not executor.weights:
         raise ValueError("weights: not those that the executor was made with; valid: executor.weights")
@@ -101,7 +103,7 @@ def prepare(plan: MigrationPlan, weights: ExpertWeights, executor: Executor) -> 
             f"plan: layer {layer} brings {most} experts to rank {rank}, staging holds {executor.rows} per buffer; "
             f"valid: an executor with staging_bytes of at least {GENERATIONS * most * executor.row_bytes}"
         )
-    return share_out(plan, rank=executor.rank, rows=executor.rows)
+    return share_out(plan, rank=executor.rank, rows=executor.rows, max_layers=max_layers)
 
 
 def agree(executor: Executor, share: Share) -> Verdict:
@@ -114,10 +116,14 @@ def agree(executor: Executor, share: Share) -> Verdict:
     return verdict
 
 
-def tell_others(executor: Executor, shares: list[Share], wave: int) -> None:
-    """Abandons what is left from a wave on, in this rank's name, so that nobody waits for it."""
-    if wave < len(shares):
-        executor.abandon(wave, executor.rank, shares[wave].layers[0], Reason.FAILURE)
+def abandon_from(executor: Executor, shares: list[Share], wave: int, verdict: Verdict | None = None) -> None:
+    """Abandons the waves from one on, so that nobody works on them or waits for them.
+
+    For the reason of an earlier wave's verdict, or in this rank's name.
+    """
+    for share in shares[wave:]:
+        blame = verdict or Verdict(False, rank=executor.rank, layer=share.layers[0], reason=Reason.FAILURE)
+        executor.abandon(share.wave, blame.rank, blame.layer, blame.reason)
 
 
 def commit(

@@ -76,7 +76,7 @@ class MigrationPlan:
             raise ValueError(f"bytes_per_second: {bytes_per_second}; valid: a number > 0")
         return float(max(self.bytes_in.max(), self.bytes_out.max())) / bytes_per_second
 
-    def waves(self, staging_bytes: int) -> list[Wave]:
+    def waves(self, staging_bytes: int, *, max_layers: int | None = None) -> list[Wave]:
         """Groups of consecutive layers whose arrivals fit into a staging buffer, each with its own rounds.
 
         A layer is committed as a whole, so all that it receives has to be staged at once. As few waves as
@@ -84,11 +84,13 @@ class MigrationPlan:
 
         Args:
             staging_bytes: bytes of one rank's staging buffer for one wave.
+            max_layers: at most so many layers in a wave; by default any number.
 
         Raises:
-            ValueError: a layer brings more to one rank than fits; the message says how much is needed.
+            ValueError: max_layers below 1, or a layer brings more to one rank than fits; the message says how
+                much is needed.
         """
-        return split(self, staging_bytes)
+        return split(self, staging_bytes, max_layers)
 
     def _per_rank(self, column: int) -> Any:
         counts = torch.bincount(self.transfers[:, column].long(), minlength=self.num_ranks)

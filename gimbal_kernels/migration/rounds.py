@@ -49,8 +49,10 @@ def in_rounds(transfers: Any, ranks: int, *, compiled: bool) -> list[Any]:
     return list(torch.split(order, np.bincount(colours, minlength=rounds).tolist()))
 
 
-def split(plan: MigrationPlan, staging_bytes: int) -> list[Wave]:
+def split(plan: MigrationPlan, staging_bytes: int, max_layers: int | None) -> list[Wave]:
     """See `MigrationPlan.waves`."""
+    if max_layers is not None and max_layers < 1:
+        raise ValueError(f"max_layers: {max_layers}; valid: at least 1, or None")
     transfers = plan.transfers.numpy()
     arriving: Any = np.zeros((plan.target.shape[0], plan.num_ranks), dtype=np.int64)
     np.add.at(arriving, (transfers[:, 0], transfers[:, 4]), plan.bytes_per_expert)
@@ -64,7 +66,8 @@ def split(plan: MigrationPlan, staging_bytes: int) -> list[Wave]:
     groups: list[list[int]] = []
     filled: Any = np.zeros(plan.num_ranks, dtype=np.int64)
     for layer in plan.changed_layers:
-        if not groups or (filled + arriving[layer] > staging_bytes).any():
+        full = groups and len(groups[-1]) == max_layers
+        if not groups or full or (filled + arriving[layer] > staging_bytes).any():
             groups.append([])
             filled = np.zeros_like(filled)
         groups[-1].append(layer)

@@ -38,7 +38,7 @@ class Share:
     copies: list[tuple[int, int, int]]
 
 
-def share_out(plan: MigrationPlan, *, rank: int, rows: int) -> list[Share]:
+def share_out(plan: MigrationPlan, *, rank: int, rows: int, max_layers: int | None = None) -> list[Share]:
     """The shares of one rank, wave by wave; every rank gives each transfer the same staging row.
 
     At a receiver, rows are handed out from 0 in the order of the transfers.
@@ -46,6 +46,7 @@ def share_out(plan: MigrationPlan, *, rank: int, rows: int) -> list[Share]:
     Args:
         rank: whose share.
         rows: experts that one rank's staging holds per wave.
+        max_layers: layers per wave at most; by default as many as fit.
 
     Raises:
         ValueError: a layer brings more experts to a rank than there are rows.
@@ -53,7 +54,7 @@ def share_out(plan: MigrationPlan, *, rank: int, rows: int) -> list[Share]:
     transfers, copies = plan.transfers.numpy(), plan.local_copies.tolist()
     size = plan.slots_per_rank
     shares = []
-    for number, wave in enumerate(plan.waves(rows * plan.bytes_per_expert)):
+    for number, wave in enumerate(plan.waves(rows * plan.bytes_per_expert, max_layers=max_layers)):
         sends, receives = [], []
         members = [members.numpy() for members in wave.rounds]
         row_of = _rows(transfers, members)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import migration_ranks as group
 import numpy as np
 import pytest
-import ranks as group
 import torch
 from migration_cases import random_slots
 

@@ -9,9 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import migration_ranks as group
 import numpy as np
 import pytest
-import ranks as group
 import torch.distributed as dist
 from migration_cases import random_slots
 

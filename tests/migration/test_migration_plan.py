@@ -177,6 +177,8 @@ def test_waves_never_stage_more_than_the_budget():
         if needed:
             with pytest.raises(ValueError, match=f"staging_bytes: {needed - 1}, .* valid: at least {needed}"):
                 plan.waves(needed - 1)
+        for wave in plan.waves(budget, max_layers=1):
+            assert len(wave.layers) == 1
     assert split > 50
 
 

@@ -16,6 +16,7 @@ class Word(IntEnum):
     READY = 4  # ticket of the last wave whose experts it has sent and received
     CONSUMED = 5  # ticket of the last wave that it has copied out of staging
     BEAT = 6  # grows while it is alive
+    STEP = 7  # number of the forward pass that it is about to begin, or is in
 
 
 class Board(ABC):

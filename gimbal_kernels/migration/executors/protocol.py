@@ -101,6 +101,10 @@ class Executor(ABC):
         the wave was abandoned. Raises PeerLost for a rank that is out of reach.
         """
 
+    def give_up(self, reason: str) -> None:
+        """Marks the executor as broken."""
+        self._broken = reason
+
     def close(self) -> None:
         """Gives the staging back; the executor cannot be used any more."""
         self._broken = "closed"

@@ -81,6 +81,28 @@ def _run(
     os._exit(0)
 
 
+class Lockstep:
+    """A barrier that a killed process cannot leave locked: each rank counts its own arrivals."""
+
+    GONE = 1 << 60
+
+    def __init__(self, ranks: int) -> None:
+        self.arrived = np.frombuffer(multiprocessing.RawArray("q", ranks), dtype=np.int64)
+
+    def wait(self, rank: int, limit: float) -> None:
+        """Until all that are there have arrived as often as this rank; who is too late counts as gone."""
+        self.arrived[rank] += 1
+        end = time.monotonic() + limit
+        while (late := np.flatnonzero(self.arrived < self.arrived[rank])).size:
+            time.sleep(2e-4)
+            if time.monotonic() > end:
+                for other in late:
+                    self.leave(other)
+
+    def leave(self, rank: int) -> None:
+        self.arrived[rank] = self.GONE
+
+
 def vanish() -> None:
     """Ends this process as a crash does: nothing is cleaned up."""
     os.kill(os.getpid(), signal.SIGKILL)
