@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import torch
 
-from . import reference
+from .backends import implementation
 from .replica_map import ReplicaMap
 
 ID_TYPES = (torch.int32, torch.int64)
 FLAG_TYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-BACKENDS = ("torch", "triton")
-
-
-def available_backends() -> dict[str, str]:
-    """Backends of `map_and_count` on this machine.
-
-    Returns:
-        name -> "ready", or the reason why it cannot be used here.
-    """
-    return {"torch": "ready", "triton": _triton_state()}
-
-
-def _triton_state() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if torch.cuda.is_available():
-        return "ready"
-    try:
-        from . import triton_kernels
-    except Exception as error:  # a broken or unknown Triton must not take the caller down
-        return f"triton cannot be imported: {type(error).__name__}: {error}"
-    if triton_kernels.is_interpreted():
-        return "ready"
-    return "no CUDA device (CPU tensors need TRITON_INTERPRET=1, a testing aid, set before the import)"
 
 
 def map_and_count(
@@ -76,7 +50,8 @@ def map_and_count(
         enabled: 0 or False maps without counting: a bool, an int, or a bool or integer tensor with one element on
             the same device. Absent: counting is on.
         out: where the result goes: shape, dtype and device of `topk_ids`; may be `topk_ids` itself.
-        backend: "torch", "triton", or "auto": triton for CUDA tensors where it is there, torch otherwise.
+        backend: "torch", "host", "triton", or "auto": triton for CUDA tensors and the compiled host code for
+            tensors in host memory where they are there, torch otherwise.
 
     Returns:
         Physical slots [T, K] in the dtype of `topk_ids`: `out` if given, else a new tensor.
@@ -86,38 +61,13 @@ def map_and_count(
     """
     _check_tensors(topk_ids, replica_map, counts, physical_load, out)
     _check_controls(topk_ids, replica_map, layer, source, num_tokens, enabled)
-    implementation = _implementation(backend, topk_ids)
+    serve = implementation(backend, topk_ids)
     if out is None:
         out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     if topk_ids.numel():
         controls = {"layer": layer, "source": source, "num_tokens": num_tokens, "enabled": enabled}
-        implementation(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
+        serve(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
     return out
-
-
-def _implementation(backend: str, topk_ids: Any) -> Any:
-    if _choose_backend(backend, topk_ids) == "torch":
-        return reference.map_and_count
-    from . import triton_kernels
-
-    return triton_kernels.map_and_count
-
-
-def _choose_backend(backend: str, topk_ids: Any) -> str:
-    if backend == "torch":
-        return backend
-    if backend == "auto":
-        # The interpreter is for tests that ask for it by name; it is thousands of times slower than torch.
-        usable = topk_ids.is_cuda and importlib.util.find_spec("triton") is not None
-        return "triton" if usable else "torch"
-    if backend != "triton":
-        raise ValueError(f"backend: {backend!r}; valid: 'auto', {', '.join(map(repr, BACKENDS))}")
-    state = _triton_state()
-    if state != "ready":
-        raise ValueError(f"backend: 'triton' cannot be used here: {state}; valid: 'auto' or 'torch'")
-    if not topk_ids.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"backend: 'triton' with tensors on {topk_ids.device}; valid: CUDA tensors")
-    return backend
 
 
 def _check_tensor(

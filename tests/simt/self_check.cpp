@@ -64,7 +64,7 @@ bool summed(bool atomic, unsigned seed) {
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "";
   bool right = true;
-  for (unsigned seed = 0; seed < 20; ++seed) {
+  for (unsigned seed = 0; seed < 8; ++seed) {
     if (what == "barrier") right = right && reversed(true, seed);
     if (what == "no-barrier") right = right && reversed(false, seed);
     if (what == "atomic") right = right && summed(true, seed);
