@@ -47,7 +47,7 @@ svg .box { fill: #f3f6fa; stroke: #94a3b8; } svg .arrow { fill: none; stroke: #4
 svg .dashed { stroke-dasharray: 5 4; } svg .tip { fill: #475569; stroke: none; }
 .loop svg { max-width: 760px; margin: 0 auto; } .loop.narrow { display: none; }
 @media (max-width: 640px) { .loop.wide { display: none; } .loop.narrow { display: block; }
-  .loop svg { max-width: 400px; } }
+  .loop svg { max-width: 400px; } th, td { padding: 4px 6px; font-size: 14px; } }
 """
 
 

@@ -14,7 +14,7 @@ LAYER_GAP = 6.0
 RANK_GAP = 8.0
 LABEL_WIDTH, SHARE_WIDTH = 44.0, 44.0
 HEADER, LEGEND = 22.0, 34.0
-BRIGHTEST = 4.0
+DARKEST = 3.0
 """Picks relative to an even spread over all experts; this and more is the darkest colour."""
 
 
@@ -36,7 +36,7 @@ def _row(values: Any, order: list[list[int]], source: int, y: float) -> list[str
             value = float(values[expert])
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{CELL}" height="{ROW}" '
-                f'fill="{shade(value / BRIGHTEST)}"><title>expert {expert}: {value:.2f}</title></rect>'
+                f'fill="{shade(value / DARKEST)}"><title>expert {expert}: {value:.2f}</title></rect>'
             )
             x += CELL
         css = "own" if rank == source else "other"
@@ -55,8 +55,8 @@ def _legend(width: float, y: float) -> list[str]:
         f'height="8" fill="{shade((i + 0.5) / steps)}"/>'
         for i in range(steps)
     ]
-    for value in (0, 1, 2, 4):
-        at = LABEL_WIDTH + value / BRIGHTEST * bar
+    for value in (0, 1, 2, 3):
+        at = LABEL_WIDTH + value / DARKEST * bar
         parts.append(text(at, y + 20, f"{value}", anchor="middle"))
     parts.append(text(LABEL_WIDTH + bar + 14, y + 8, "picks / even spread"))
     return parts

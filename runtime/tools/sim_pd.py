@@ -45,6 +45,7 @@ class PdSettings:
         beta: of the router; below 1 it leaves room for the noise.
         deflection_slo: seconds to first token that the router asks of a deflected request.
         reconsider: requests that still wait for a prefill node are looked at again when a decode node is free.
+        chunk_sizes: of the router.
     """
 
     prefill_nodes: int = 2
@@ -60,6 +61,7 @@ class PdSettings:
     beta: float = 0.95
     deflection_slo: float = 1.0
     reconsider: bool = True
+    chunk_sizes: tuple[int, ...] = DeflectionConfig().chunk_sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +224,7 @@ class _Decode:
 
     def _next_chunk(self, job: _Job) -> int:
         """The largest chunk that the batch allows now, at most the one planned; 0: it has to wait."""
-        sizes = DeflectionConfig().chunk_sizes
+        sizes = self.settings.chunk_sizes
         model, settings = self.clock.model, self.settings
         limit = settings.beta * settings.tbt_slo if self.n_decode else math.inf
         planned = job.plan[0] if job.plan else job.left
@@ -278,7 +280,11 @@ class _Deployment:
         self.by_name: dict[str, _Prefill | _Decode] = {}
         self.by_name.update((node.name, node) for node in self.prefills)
         self.by_name.update((node.name, node) for node in self.decodes)
-        self.router = DeflectionRouter(DeflectionConfig(beta=settings.beta, ttft_slo=settings.deflection_slo))
+        self.router = DeflectionRouter(
+            DeflectionConfig(
+                beta=settings.beta, ttft_slo=settings.deflection_slo, chunk_sizes=settings.chunk_sizes
+            )
+        )
         self.jobs = [_Job(arrival, arrival.prompt) for arrival in arrivals]
         self._order = 0
         self._events: list[tuple[float, int, _Job | _Prefill | _Decode]] = []
