@@ -133,7 +133,8 @@ class DeflectionConfig:
         alpha: deflect only when the decode node's time is at most this share of the prefill node's.
         beta: share of the strictest time-between-tokens limit that an iteration with a chunk may take.
         ttft_slo: seconds to first token that a deflected request must meet; inf: no such limit.
-        chunk_sizes: tokens, descending; the rest of a prompt may be a chunk too if it is at most the largest.
+        chunk_sizes: tokens, descending, each at least half of the one before; the rest of a prompt may be a
+            chunk too if it is at most the largest.
 
     Raises:
         ValueError: a value outside its range.
@@ -152,9 +153,12 @@ class DeflectionConfig:
         if not self.ttft_slo > 0.0:
             raise ValueError(f"ttft_slo: {self.ttft_slo!r}; valid: seconds > 0, or math.inf")
         sizes = self.chunk_sizes
-        halving = all(large == 2 * small for large, small in pairwise(sizes))
-        if not sizes or sizes[-1] < 1 or not halving:
-            raise ValueError(f"chunk_sizes: {sizes}; valid: positive integers, each half of the one before")
+        steps = all(small < large <= 2 * small for large, small in pairwise(sizes))
+        if not sizes or sizes[-1] < 1 or not steps:
+            raise ValueError(
+                f"chunk_sizes: {sizes}; valid: positive integers, each smaller than the one before and at "
+                f"least half of it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,14 +371,14 @@ def _count_steps(
     last = _last_fitting(tokens, np.array(sizes)[:, None], base, c_pf, c_attn, limit)
     at = np.full(base.shape, done, dtype=np.int64)
     steps = np.zeros(base.shape, dtype=np.int64)
-    for size, fits_until in zip(sizes, last, strict=True):
-        # As long as two whole chunks are left the rest is too large to be one chunk: it holds the next size up,
-        # which did not fit.
-        count = np.minimum((fits_until - at) // size + 1, (tokens - at) // size - 1).clip(0)
+    for size, above, fits_until in zip(sizes, (2 * sizes[0], *sizes), last, strict=False):
+        # As long as the rest is at least the next size up, which did not fit, the rest does not fit either: no
+        # need to try it. Below that at most one chunk of this size is left, since sizes at most halve.
+        count = np.minimum((fits_until - at) // size + 1, (tokens - at - above) // size + 1).clip(0)
         at += count * size
         steps += count
         rest = tokens - at
-        whole = (rest > 0) & (rest < 2 * size) & (rest <= sizes[0])
+        whole = (rest > 0) & (rest < above) & (rest <= sizes[0])
         whole &= base + rest * (c_pf + c_attn * (at + rest / 2)) <= limit
         chunk = np.where(whole, rest, np.where((rest >= size) & (at <= fits_until), size, 0))
         at += chunk

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 MODEL = IterationModel(0.009, 6e-5, 2.5e-8, 8e-5, 4e-10)
 CONFIG = DeflectionConfig()
+FINER = (2_048, 1_536, 1_024, 768, 512, 384, 256, 192, 128)
 
 
 def prefill(name: str = "p", queued: object = (), **changes: object) -> PrefillNode:
@@ -91,7 +92,7 @@ def random_nodes(draw: random.Random, count: int, attention: float) -> list[Deco
     tokens=st.one_of(st.integers(1, 12_000), st.sampled_from([127, 128, 129, 2_047, 2_048, 4_095, 4_097])),
     share=st.sampled_from([1.0, 1.0, 0.5, 0.01]),
     attention=st.sampled_from([0.0, 1e-16, 4e-10, 1e-7]),
-    sizes=st.sampled_from([CONFIG.chunk_sizes, (64,), (16, 8, 4, 2, 1)]),
+    sizes=st.sampled_from([CONFIG.chunk_sizes, FINER, (64,), (16, 8, 4, 2, 1), (9, 8, 5, 3, 2)]),
 )
 def test_equals_the_step_by_step_reference(
     seed: int, tokens: int, share: float, attention: float, sizes: tuple[int, ...]
@@ -285,6 +286,7 @@ def test_64_nodes_with_small_chunks() -> None:
         (lambda: DeflectionConfig(ttft_slo=0.0), "ttft_slo: 0.0"),
         (lambda: DeflectionConfig(chunk_sizes=(128, 256)), "chunk_sizes"),
         (lambda: DeflectionConfig(chunk_sizes=()), "chunk_sizes"),
+        (lambda: DeflectionConfig(chunk_sizes=(512, 255)), "chunk_sizes"),
         (lambda: prefill(queued=[(5, -1)]), "queued: "),
         (lambda: prefill(bandwidth=0.0), "bandwidth: 0.0"),
         (lambda: prefill(link_wait=-1.0), "link_wait: -1.0"),
