@@ -70,7 +70,7 @@ def map_and_count(
         raise RuntimeError(f"compiled counting is not available: {reason}")
     rows, top_k = topk_ids.shape
     sources, experts, width = replica_map.replicas.shape[1:]
-    slots = replica_map.slots.shape[1]
+    slots, thresholds = replica_map.slots.shape[1], replica_map.thresholds
     types = IDS_WIDE if topk_ids.dtype is torch.int64 else 0
     cells = layer * sources * experts
     wide_counts = counts.dtype is torch.int64
@@ -88,7 +88,7 @@ def map_and_count(
             out.data_ptr(),
             replica_map.replicas.data_ptr() + cells * width * 4,
             replica_map.nearest.data_ptr() + cells * 4,
-            0,
+            0 if thresholds is None else thresholds.data_ptr() + cells * width * 4,
             counts.data_ptr() + cells * (8 if wide_counts else 4),
             load_address,
             source_of_row,

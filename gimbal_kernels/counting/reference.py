@@ -13,6 +13,14 @@ copies of e be equally near to s and nearer than all others, listed in ascending
 - The source is added after the range reduction, so any n sources with one token each, in the same row, use the
   n copies exactly once. The expert is added so that a lone token does not lean towards low ranks.
 
+With shares the n copies are those that have one, in the order of the tables, and copy j is chosen when
+
+    y = (floor(x·n / 2^16) + ((s + e) mod n) · 2^16) mod (n · 2^16)
+
+lies from threshold j - 1 (0 for j = 0) up to, and not including, threshold j; thresholds are the running sums of
+the shares times n · 2^16, rounded (`replica_tables`). n even shares have the thresholds 2^16, 2 · 2^16, ...: then
+y >> 16 is the index of the even rule, so the two rules agree bit for bit.
+
 A is 2^32 divided by the golden ratio. B and C were found by search: for 2 to 16 copies and strides of 1, 2, 3,
 4, 8, 16 and 64 rows the fullest copy of 2,048 tokens stays within 4 % of its share. The worst stride below 1,024
 is 8 standard deviations of a random choice off an even spread, where the golden ratio alone is 27 off.
@@ -41,9 +49,29 @@ def choose_replica(row: Any, source: Any, expert: Any, num_nearest: Any) -> Any:
     Returns:
         int64 in [0, num_nearest).
     """
-    turn = row * ROW_STEP + (row >> 3) * CARRY_3_STEP + (row >> 5) * CARRY_5_STEP
-    index = ((turn & LOW_32_BITS) * num_nearest) >> 32
+    index = (_turn(row) * num_nearest) >> 32
     return (index + source + expert) % num_nearest
+
+
+def choose_by_share(row: Any, source: Any, expert: Any, num_choices: Any, thresholds: Any) -> Any:
+    """Index of the copy to use among `num_choices` with thresholds of their own.
+
+    Args:
+        row, source, expert, num_choices: int64, of shapes that broadcast; row < 2^31, 1 <= num_choices < 2^15.
+        thresholds: integers [..., M], M >= num_choices; ascending up to index num_choices - 1.
+
+    Returns:
+        int64 in [0, num_choices).
+    """
+    place = ((_turn(row) * num_choices) >> 16) + (((source + expert) % num_choices) << 16)
+    place = place % (num_choices << 16)
+    # The last threshold is the end of the circle; padding lies beyond it.
+    return (place[..., None] >= thresholds).sum(-1)
+
+
+def _turn(row: Any) -> Any:
+    turn = row * ROW_STEP + (row >> 3) * CARRY_3_STEP + (row >> 5) * CARRY_5_STEP
+    return turn & LOW_32_BITS
 
 
 def map_and_count(
@@ -75,7 +103,11 @@ def map_and_count(
     expert = topk_ids.clamp(0, num_experts - 1).to(torch.int64)
 
     num_nearest = replica_map.nearest[layer][source, expert].to(torch.int64)
-    index = choose_replica(row, source, expert, num_nearest)
+    if replica_map.thresholds is None:
+        index = choose_replica(row, source, expert, num_nearest)
+    else:
+        thresholds = replica_map.thresholds[layer][source, expert]
+        index = choose_by_share(row, source, expert, num_nearest, thresholds)
     slot = replica_map.replicas[layer][source, expert, index].to(torch.int64)
     # The counters come after the last use of topk_ids, because `out` may be the same tensor.
     out.copy_(torch.where(valid, slot, -1))

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._arrays import to_host
 from ..topology import Topology
+from .replica_tables import build_tables, check_shares, check_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,10 +19,18 @@ class ReplicaMap:
     Made by `from_slots`; `update` rewrites the tables in place, so a captured CUDA graph follows the new map.
     Slot p lives on rank p // C, C = P / R (SPEC section 1).
 
+    A map made without shares sends the picks of a source to the nearest copies, spread evenly. One made with
+    shares sends them to every copy with a share above 0, in that proportion, whatever the distance; they come from
+    the water-filling of SPEC section 4.
+
     Attributes:
         replicas: int32 [L, S, E, M]; the slots of an expert, nearest first as source s sees them. Ties are
-            broken by the lower slot, hence by the lower rank. Unused places hold -1.
-        nearest: int32 [L, S, E]; how many of them share the smallest distance. Only these are ever chosen.
+            broken by the lower slot, hence by the lower rank. With shares, copies without one come last.
+            Unused places hold -1.
+        nearest: int32 [L, S, E]; how many of the leading copies are chosen from: those at the smallest distance, or
+            those with a share.
+        thresholds: int32 [L, S, E, M], or None: a map without shares. Copy j takes the part of the circle from
+            threshold j - 1 (0 for j = 0) to threshold j, in units of 2^-16 of 1 / `nearest`.
         slots: int32 [L, P]; the slot map that the tables were made from.
         topology: distances [S, R].
         num_experts: E.
@@ -30,6 +38,7 @@ class ReplicaMap:
 
     replicas: Any
     nearest: Any
+    thresholds: Any
     slots: Any
     topology: Topology
     num_experts: int
@@ -62,6 +71,7 @@ class ReplicaMap:
         num_experts: int,
         device: Any = "cpu",
         max_replicas: int | None = None,
+        shares: Any = None,
     ) -> ReplicaMap:
         """Builds the tables of a slot map.
 
@@ -73,124 +83,69 @@ class ReplicaMap:
             device: where the tables live.
             max_replicas: M, the most copies of one expert that this map and its later updates may have. The
                 default P - E + 1 is the most that any map of this shape can have; the tables take
-                4·L·S·E·M bytes, so a smaller M is worth giving when many sources meet many spare slots.
+                4·L·S·E·M bytes (twice that with shares), so a smaller M is worth giving when many sources
+                meet many spare slots.
+            shares: real numbers [L, S, P] >= 0, what part of the picks of source s to the expert in slot p goes to
+                that copy; scaled to a sum of 1 per expert. Resolution: 2^-16 of an even share.
 
         Raises:
             ValueError: a wrong shape or type, an expert id outside [0, E), an expert without a slot, a layer
-                whose slots all hold one expert, P not a multiple of R, or more than M copies.
+                whose slots all hold one expert, P not a multiple of R, more than M copies, or shares that are
+            negative, not finite, or 0 for all copies of an expert.
         """
         if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
             raise ValueError(f"num_experts: {num_experts!r}; valid: an integer >= 1")
-        host = _host_slots(slots, topology, num_experts)
+        host = check_slots(slots, topology, num_experts)
         room = host.shape[1] - num_experts + 1
         width = room if max_replicas is None else max_replicas
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= room:
             raise ValueError(
                 f"max_replicas: {max_replicas!r}; valid: an integer from 1 to P - E + 1 = {room}"
             )
-        replicas, nearest = _tables(host, topology, num_experts, width)
+        weights = None if shares is None else check_shares(shares, host, topology.num_sources, num_experts)
+        tables = build_tables(
+            host, topology, num_experts, width, weights, with_thresholds=weights is not None
+        )
         return ReplicaMap(
-            replicas=torch.from_numpy(replicas).to(device),
-            nearest=torch.from_numpy(nearest).to(device),
+            replicas=torch.from_numpy(tables.replicas).to(device),
+            nearest=torch.from_numpy(tables.nearest).to(device),
+            thresholds=None if shares is None else torch.from_numpy(tables.thresholds).to(device),
             slots=torch.from_numpy(host.astype(np.int32)).to(device),
             topology=topology,
             num_experts=num_experts,
         )
 
-    def update(self, slots: Any) -> None:
+    def update(self, slots: Any = None, *, shares: Any = None) -> None:
         """Replaces the map in place: same tensors, same addresses, new contents.
 
         On CUDA the copies run on the current stream. Called on the stream that runs the forward passes, a
         pass sees the whole old map or the whole new one.
 
         Args:
-            slots: integers [L, P], the shape that the map was made with.
+            slots: integers [L, P], the shape that the map was made with. Absent: the slots stay, only the
+                shares change.
+            shares: as in `from_slots`, for a map that was made with some. Absent: the nearest copies take even
+                shares.
 
         Raises:
-            ValueError: as `from_slots`; the old map then stays in force unchanged.
+            ValueError: as `from_slots`, and shares for a map made without; the old map then stays in force
+                unchanged.
         """
-        host = _host_slots(slots, self.topology, self.num_experts)
+        host = check_slots(self.slots if slots is None else slots, self.topology, self.num_experts)
         if host.shape != tuple(self.slots.shape):
             raise ValueError(
                 f"slots: shape {list(host.shape)}; valid: {list(self.slots.shape)}, as the map was made with"
             )
-        replicas, nearest = _tables(host, self.topology, self.num_experts, self.max_replicas)
-        self.replicas.copy_(torch.from_numpy(replicas))
-        self.nearest.copy_(torch.from_numpy(nearest))
+        weights = None
+        if shares is not None:
+            if self.thresholds is None:
+                raise ValueError("shares: given; valid: none, as the map was made without (see from_slots)")
+            weights = check_shares(shares, host, self.num_sources, self.num_experts)
+        weighted = self.thresholds is not None
+        sizes = (self.num_experts, self.max_replicas)
+        tables = build_tables(host, self.topology, *sizes, weights, with_thresholds=weighted)
+        self.replicas.copy_(torch.from_numpy(tables.replicas))
+        self.nearest.copy_(torch.from_numpy(tables.nearest))
+        if self.thresholds is not None:
+            self.thresholds.copy_(torch.from_numpy(tables.thresholds))
         self.slots.copy_(torch.from_numpy(host.astype(np.int32)))
-
-
-def _host_slots(slots: Any, topology: Topology, num_experts: int) -> Any:
-    """Checks a slot map and returns it as int64 [L, P] in host memory."""
-    host = to_host(slots, "slots")
-    if host.ndim != 2 or host.shape[1] == 0:
-        raise ValueError(f"slots: shape {list(host.shape)}; valid: [L, P] with P >= 1")
-    if host.dtype.kind not in "iu":
-        raise ValueError(f"slots: dtype {host.dtype}; valid: an integer type")
-    host = host.astype(np.int64)
-    num_slots, ranks = host.shape[1], topology.num_ranks
-    if num_slots % ranks:
-        raise ValueError(
-            f"slots: {num_slots} slots do not divide among {ranks} ranks; valid: a multiple of {ranks}, "
-            f"the next is {-(-num_slots // ranks) * ranks}"
-        )
-    if num_slots < num_experts:
-        raise ValueError(
-            f"slots: {num_slots} slots for {num_experts} experts; valid: at least one per expert, "
-            f"the least multiple of {ranks} ranks is {-(-num_experts // ranks) * ranks}"
-        )
-    for layer, row in enumerate(host):
-        _check_layer(layer, row, num_experts)
-    return host
-
-
-def _check_layer(layer: int, row: Any, num_experts: int) -> None:
-    outside = np.flatnonzero((row < 0) | (row >= num_experts))
-    if outside.size:
-        slot = int(outside[0])
-        raise ValueError(
-            f"slots: layer {layer}, slot {slot} holds expert {int(row[slot])}; valid: 0 to {num_experts - 1}"
-        )
-    if num_experts > 1 and (row == row[0]).all():
-        raise ValueError(
-            f"slots: layer {layer} holds expert {int(row[0])} in all {row.size} slots, as a map that was "
-            f"never filled in does; valid: every expert of 0 to {num_experts - 1} at least once"
-        )
-    missing = np.flatnonzero(np.bincount(row, minlength=num_experts) == 0)
-    if missing.size:
-        raise ValueError(
-            f"slots: layer {layer} has no slot for expert {int(missing[0])} ({missing.size} missing in all); "
-            f"valid: every expert at least once"
-        )
-
-
-def _tables(host: Any, topology: Topology, num_experts: int, width: int) -> tuple[Any, Any]:
-    """The tables `replicas` [L, S, E, M] and `nearest` [L, S, E] of a checked slot map."""
-    layers, num_slots = host.shape
-    sources = topology.num_sources
-    shape = (layers, sources, num_slots)
-    copies = np.zeros((layers, num_experts), dtype=np.int64)
-    np.add.at(copies, (np.arange(layers)[:, None], host), 1)
-    if layers and copies.max() > width:
-        layer, expert = np.unravel_index(copies.argmax(), copies.shape)
-        raise ValueError(
-            f"slots: layer {layer} has {copies.max()} copies of expert {expert}; "
-            f"valid: at most max_replicas = {width}"
-        )
-    rank = np.arange(num_slots) // (num_slots // topology.num_ranks)
-    distance = np.broadcast_to(topology.distance[:, rank], shape)
-    expert = np.broadcast_to(host[:, None, :], shape)
-    # lexsort is stable: by expert, then distance, then the order that was there, which is the slot's.
-    order = np.lexsort((distance, expert))
-    expert = np.take_along_axis(expert, order, axis=2)
-    distance = np.take_along_axis(distance, order, axis=2)
-    first = np.cumsum(copies, axis=1) - copies
-    place = np.arange(num_slots) - first[np.arange(layers)[:, None, None], expert]
-
-    layer_of, source_of = np.arange(layers)[:, None, None], np.arange(sources)[None, :, None]
-    replicas = np.full((layers, sources, num_experts, width), -1, dtype=np.int32)
-    replicas[layer_of, source_of, expert, place] = order
-    smallest = np.take_along_axis(distance, np.arange(num_slots) - place, axis=2)
-    nearest = np.zeros((layers, sources, num_experts), dtype=np.int32)
-    np.add.at(nearest, (layer_of, source_of, expert), (distance == smallest).astype(np.int32))
-    return replicas, nearest

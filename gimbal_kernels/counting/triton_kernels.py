@@ -37,12 +37,32 @@ CARRY_5_STEP = tl.constexpr(reference.CARRY_5_STEP)
 
 
 @triton.jit
-def choose_replica(row, source, expert, num_nearest):
-    """`reference.choose_replica`: row int64, the others int32; -> int32 in [0, num_nearest)."""
+def turn_of(row):
+    """The row's point on the circle, int64 in [0, 2^32)."""
     low_row = row.to(tl.uint32)
     turn = low_row * ROW_STEP + (low_row >> 3) * CARRY_3_STEP + (low_row >> 5) * CARRY_5_STEP
-    index = ((turn.to(tl.int64) * num_nearest.to(tl.int64)) >> 32).to(tl.int32)
-    return (index + source + expert) % num_nearest
+    return turn.to(tl.int64)
+
+
+@triton.jit
+def choose_replica(row, source, expert, num_nearest):
+    """`reference.choose_replica`: row int64, the others int32; -> int32 in [0, num_nearest)."""
+    index = (turn_of(row) * num_nearest.to(tl.int64)) >> 32
+    return (index.to(tl.int32) + source + expert) % num_nearest
+
+
+@triton.jit
+def choose_by_share(row, source, expert, num_choices, p_thresholds, mask):
+    """`reference.choose_by_share`; p_thresholds: where the thresholds of each pick's cell begin."""
+    circle = num_choices << 16
+    place = ((turn_of(row) * num_choices.to(tl.int64)) >> 16).to(tl.int32)
+    place = (place + ((source + expert) % num_choices << 16)).to(tl.uint32) % circle.to(tl.uint32)
+    index = tl.zeros_like(num_choices)
+    for j in range(tl.max(tl.where(mask, num_choices, 1), 0) - 1):
+        m_real = mask & (j + 1 < num_choices)
+        b_threshold = tl.load(p_thresholds + j, mask=m_real, other=2147483647)
+        index += (place >= b_threshold.to(tl.uint32)).to(tl.int32)
+    return index
 
 
 @triton.jit
@@ -87,6 +107,7 @@ def map_and_count_kernel(
     out,  # same dtype [T, K]
     replicas,  # int32 [L, S, E, M]
     nearest,  # int32 [L, S, E]
+    thresholds,  # int32 [L, S, E, M] or None: even shares
     counts,  # int32|int64 [L, S, E]
     physical_load,  # int32|int64 [L, P] or None
     source_of_row,  # int32|int64 [T], or None: `source` holds for all rows
@@ -124,7 +145,10 @@ def map_and_count_kernel(
 
     i_cell = (layer.to(tl.int64) * num_sources + b_source) * E + b_expert
     b_nearest = tl.load(nearest + i_cell, mask=m_valid, other=1)
-    b_index = choose_replica(i_row, b_source, b_expert, b_nearest)
+    if thresholds is not None:
+        b_index = choose_by_share(i_row, b_source, b_expert, b_nearest, thresholds + i_cell * M, m_valid)
+    else:
+        b_index = choose_replica(i_row, b_source, b_expert, b_nearest)
     b_slot = tl.load(replicas + i_cell * M + b_index, mask=m_valid, other=-1)
     p_out = out + i_row * out_row_stride + i_column * out_column_stride
     tl.store(p_out, b_slot.to(out.dtype.element_ty), mask=m_pick)
@@ -184,6 +208,7 @@ def map_and_count(
             out,
             replica_map.replicas,
             replica_map.nearest,
+            replica_map.thresholds,
             counts,
             physical_load,
             source_of_row,

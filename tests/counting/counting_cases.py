@@ -36,6 +36,7 @@ class Case:
     enabled: Any = None  # None, a bool, or ("device", value, dtype)
     with_load: bool = True
     layout: str = "plain"  # or "transposed", "in place"
+    shares: Any = None  # or "random" (some of them 0), "even" (over the nearest copies)
     ids: Any = field(default=None)  # default: random, with padding ids on both sides of [0, E)
 
 
@@ -66,6 +67,9 @@ CASES = [
     Case("blocks and scalars", source="blocks", num_tokens=("device", 20), enabled=("device", 1, torch.int64)),
     Case("transposed", layout="transposed"),
     Case("in place", layout="in place"),
+    Case("random shares", shares="random", source="mixed"),
+    Case("random shares, several blocks", tokens=300, shares="random", experts=20, slots=32),
+    Case("even shares", shares="even", experts=8, slots=40),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
@@ -94,6 +98,7 @@ class Prepared:
     replica_map: ReplicaMap
     slots: np.ndarray
     distance: np.ndarray
+    shares: np.ndarray | None
     ids: Any
     source: Any
     num_tokens: Any
@@ -104,7 +109,10 @@ def prepare(case: Case, *, seed: int = 0, device: Any = "cpu") -> Prepared:
     rng = np.random.default_rng([seed, len(case.name), case.tokens])
     slots = random_slots(rng, case.layers, case.experts, case.slots)
     distance = rng.integers(0, 3, (case.sources, case.ranks)).astype(float)
-    replica_map = ReplicaMap.from_slots(slots, Topology(distance), num_experts=case.experts, device=device)
+    shares = make_shares(rng, case, slots, distance)
+    replica_map = ReplicaMap.from_slots(
+        slots, Topology(distance), num_experts=case.experts, device=device, shares=shares
+    )
     ids = case.ids
     if ids is None:
         low = min(case.experts, 4)
@@ -116,11 +124,28 @@ def prepare(case: Case, *, seed: int = 0, device: Any = "cpu") -> Prepared:
         replica_map=replica_map,
         slots=slots,
         distance=distance,
+        shares=shares,
         ids=ids,
         source=_source(case, rng, device),
         num_tokens=_scalar(case.num_tokens, torch.int32, device),
         enabled=_scalar(case.enabled, None, device),
     )
+
+
+def make_shares(rng: np.random.Generator, case: Case, slots: np.ndarray, distance: np.ndarray) -> Any:
+    """float64 [L, S, P], each expert's copies sum to 1 for every source; or None."""
+    if case.shares is None:
+        return None
+    shares = np.zeros((case.layers, case.sources, case.slots))
+    for layer, source, expert in np.ndindex(case.layers, case.sources, case.experts):
+        copies = np.flatnonzero(slots[layer] == expert)
+        near = distance[source, copies // (case.slots // case.ranks)]
+        part = (near == near.min()).astype(float)
+        if case.shares == "random":
+            part = rng.random(len(copies)) * (rng.random(len(copies)) < 0.7)
+            part[rng.integers(len(copies))] += 0.1
+        shares[layer, source, copies] = part / part.sum()
+    return shares
 
 
 def _source(case: Case, rng: np.random.Generator, device: Any) -> Any:
@@ -200,8 +225,13 @@ def naive(prepared: Prepared) -> tuple[list[list[int]], dict[tuple[int, int], in
                 continue
             copies = [p for p, e in enumerate(row_slots) if e == expert]
             distances = [float(prepared.distance[source][p // slots_per_rank]) for p in copies]
-            near = [p for p, d in zip(copies, distances, strict=True) if d == min(distances)]
-            slot = near[naive_choice(t, source, expert, len(near))]
+            if prepared.shares is None:
+                near = [p for p, d in zip(copies, distances, strict=True) if d == min(distances)]
+                slot = near[naive_choice(t, source, expert, len(near))]
+            else:
+                part = {p: float(prepared.shares[case.layer, source, p]) for p in copies}
+                used = sorted((d, p) for p, d in zip(copies, distances, strict=True) if part[p] > 0)
+                slot = naive_weighted_choice(t, source, expert, [(p, part[p]) for _, p in used])
             line.append(slot)
             if counting and t < limit:
                 picks[source, expert] = picks.get((source, expert), 0) + 1
@@ -210,6 +240,20 @@ def naive(prepared: Prepared) -> tuple[list[list[int]], dict[tuple[int, int], in
     return mapped, picks, load
 
 
+def naive_turn(row: int) -> int:
+    return (row * 2654435769 + (row // 8) * 2542331567 + (row // 32) * 3337167497) % 2**32
+
+
 def naive_choice(row: int, source: int, expert: int, copies: int) -> int:
-    turn = (row * 2654435769 + (row // 8) * 2542331567 + (row // 32) * 3337167497) % 2**32
-    return (turn * copies // 2**32 + source + expert) % copies
+    return (naive_turn(row) * copies // 2**32 + source + expert) % copies
+
+
+def naive_weighted_choice(row: int, source: int, expert: int, shares: list[tuple[int, float]]) -> int:
+    copies = len(shares)
+    place = (naive_turn(row) * copies // 2**16 + (source + expert) % copies * 2**16) % (copies * 2**16)
+    end = 0.0
+    for slot, share in shares[:-1]:
+        end += share
+        if place < round(end * copies * 2**16):
+            return slot
+    return shares[-1][0]

@@ -23,7 +23,7 @@ SHAPES = {
     # name: constants, and the types of the pointers that differ from the default; None: argument absent
     "qwen": (
         {"E": 128, "P": 144, "M": 17, "K": 8},
-        {"source_of_row": None},
+        {"source_of_row": None, "thresholds": None},
     ),
     "1025 experts, all arguments": (
         {"E": 1025, "P": 1536, "M": 16, "K": 8},
@@ -108,6 +108,7 @@ def test_nothing_that_changes_from_step_to_step_is_specialised():
         "out",
         "replicas",
         "nearest",
+        "thresholds",
         "counts",
         "physical_load",
         "source_of_row",
@@ -116,4 +117,4 @@ def test_nothing_that_changes_from_step_to_step_is_specialised():
     )
     # The tensors of one step may start anywhere in a larger one; the others are allocated once.
     aligned = [p.name for p in KERNEL.params if p.name in POINTERS and not p.do_not_specialize_on_alignment]
-    assert aligned == ["replicas", "nearest", "counts", "physical_load"]
+    assert aligned == ["replicas", "nearest", "thresholds", "counts", "physical_load"]

@@ -98,9 +98,12 @@ FAULTS = [
     Fault("last source lost", "range(first, last + 1)", "range(first, last)", "source blocks"),
     Fault("sources not told apart", "mask & (source_of_pick == source)", "mask", "source mixed"),
     Fault("stray source mapped", "(b_source_id >= 0) & ", "", "source stray"),
-    Fault("source not mixed in", "(index + source + expert)", "(index + expert)", "plain"),
+    Fault("source not mixed in", "to(tl.int32) + source + expert)", "to(tl.int32) + expert)", "plain"),
     Fault("carry lost", "(low_row >> 5) * CARRY_5_STEP", "(low_row >> 6) * CARRY_5_STEP", "many blocks"),
     Fault("padding counted in the load", "b_slot, m_count, P", "b_slot, m_valid, P", "num_tokens int"),
+    Fault("threshold at its own copy", "(place >= b_threshold", "(place > b_threshold", "even shares"),
+    Fault("last threshold lost", "(j + 1 < num_choices)", "(j + 2 < num_choices)", "random shares"),
+    Fault("shares not turned", "((source + expert) % num_choices << 16)", "0", "even shares"),
     Fault("strides ignored", "i_row * ids_row_stride + i_column * ids_column_stride", "i_pick", "transposed"),
 ]  # fmt: skip
 

@@ -41,4 +41,6 @@ def random_case(seed: int, *, max_tokens: int = 5000, max_experts: int = 1100) -
         enabled=draw.choice((None, None, False, ("device", draw.randrange(3), draw.choice(FLAGS)))),
         with_load=draw.random() < 0.7,
         layout=draw.choice(("plain", "plain", "transposed", "in place")),
+        # Making shares takes a plain loop over sources and experts.
+        shares=draw.choice((None, "random")) if sources * experts < 1000 else None,
     )
