@@ -8,35 +8,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "counting/call.cuh"
 #include "counting/choice.cuh"
 
 namespace {
 
-using gimbal::counting::even_choice;
-using gimbal::counting::turn_of_row;
-using gimbal::counting::weighted_choice;
-
-// One call; written as a row of 64-bit words by host.py, in this order. Tables and counters begin at the layer.
-struct Call {
-  const void* ids;                 // [rows, top_k]
-  void* out;                       // [rows, top_k], the type of ids
-  const std::int32_t* replicas;    // [sources, experts, width]
-  const std::int32_t* nearest;     // [sources, experts]
-  const std::int32_t* thresholds;  // [sources, experts, width], or null: even shares
-  void* counts;                    // [sources, experts]
-  void* load;                      // [slots], or null
-  const void* source_of_row;       // [rows], or null: `source` holds for all rows
-  const void* num_tokens;          // one integer of 4 or 8 bytes, or null
-  const void* enabled;             // one integer of `enabled_bytes`, or null
-  std::int64_t rows, top_k, counted_rows;
-  std::int64_t sources, experts, slots, width, source;
-  std::int64_t ids_row_stride, ids_column_stride, out_row_stride, out_column_stride, source_stride;
-  std::int64_t types;  // bit 0: ids are 64 bits wide, 1: counts, 2: load, 3: sources, 4: num_tokens
-  std::int64_t enabled_bytes;
-  std::int64_t threads;  // 0 chooses by size
-};
-
-enum TypeBit { kIds, kCounts, kLoad, kSources, kNumTokens };
+using namespace gimbal::counting;
 
 bool wide(const Call& call, TypeBit bit) { return (call.types >> bit & 1) != 0; }
 
@@ -253,7 +230,6 @@ void map_on_threads(const Call& call, std::int64_t counted, std::int64_t threads
 constexpr std::int64_t kPicksPerThread = 131'072;
 
 std::int64_t thread_count(const Call& call) {
-  if (call.threads > 0) return call.threads;
   const std::int64_t useful = call.rows * call.top_k / (kPicksPerThread + call.sources * call.experts);
   if (useful < 2) return 1;
   const std::int64_t cores = std::thread::hardware_concurrency();
@@ -262,8 +238,8 @@ std::int64_t thread_count(const Call& call) {
 }
 
 template <typename Id, typename Count, typename Load>
-void run(const Call& call) {
-  const std::int64_t counted = counted_rows(call), threads = thread_count(call);
+void run(const Call& call, std::int64_t threads) {
+  const std::int64_t counted = counted_rows(call);
   if (threads > 1) {
     try {
       return map_on_threads<Id, Count, Load>(call, counted, threads);
@@ -275,22 +251,25 @@ void run(const Call& call) {
 }
 
 template <typename Id, typename Count>
-void run_with_load(const Call& call) {
-  wide(call, kLoad) ? run<Id, Count, std::int64_t>(call) : run<Id, Count, std::int32_t>(call);
+void run_with_load(const Call& call, std::int64_t threads) {
+  wide(call, kLoad) ? run<Id, Count, std::int64_t>(call, threads) : run<Id, Count, std::int32_t>(call, threads);
 }
 
 template <typename Id>
-void run_with_counts(const Call& call) {
-  wide(call, kCounts) ? run_with_load<Id, std::int64_t>(call) : run_with_load<Id, std::int32_t>(call);
+void run_with_counts(const Call& call, std::int64_t threads) {
+  wide(call, kCounts) ? run_with_load<Id, std::int64_t>(call, threads)
+                      : run_with_load<Id, std::int32_t>(call, threads);
 }
 
 }  // namespace
 
-// Bumped whenever the layout or the meaning of a word of Call changes.
-extern "C" std::int32_t gimbal_counting_abi() { return 1; }
+// Bumped whenever an argument or a word of Call changes its place or meaning.
+extern "C" std::int32_t gimbal_counting_abi() { return 2; }
 
-extern "C" void gimbal_counting_map(const void* words) {
+// words: a Call. threads: 0 chooses by size.
+extern "C" void gimbal_counting_map(const void* words, std::int64_t threads) {
   Call call;
   std::memcpy(&call, words, sizeof(Call));
-  wide(call, kIds) ? run_with_counts<std::int64_t>(call) : run_with_counts<std::int32_t>(call);
+  if (threads == 0) threads = thread_count(call);
+  wide(call, kIds) ? run_with_counts<std::int64_t>(call, threads) : run_with_counts<std::int32_t>(call, threads);
 }

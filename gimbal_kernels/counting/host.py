@@ -12,15 +12,12 @@ import struct
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from .. import _host_library
 from .replica_map import ReplicaMap
+from .words import CALL_WORDS, call_words
 
-ABI = 1
-# The fields of `Call` in csrc/counting/host.cpp, in order.
-WORDS = struct.Struct("=26q")
-IDS_WIDE, COUNTS_WIDE, LOAD_WIDE, SOURCES_WIDE, NUM_TOKENS_WIDE = 1, 2, 4, 8, 16
+ABI = 2
+WORDS = struct.Struct(f"={CALL_WORDS}q")
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +33,7 @@ def _bind() -> tuple[Any, str]:
     abi.restype = ctypes.c_int32
     if abi() != ABI:
         return None, f"the host library has counting interface {abi()}, not {ABI}: reinstall"
-    call.argtypes, call.restype = [ctypes.c_char_p], None
+    call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_int64], None
     return call, "ready"
 
 
@@ -68,73 +65,5 @@ def map_and_count(
     call, reason = _bind()
     if call is None:
         raise RuntimeError(f"compiled counting is not available: {reason}")
-    rows, top_k = topk_ids.shape
-    sources, experts, width = replica_map.replicas.shape[1:]
-    slots, thresholds = replica_map.slots.shape[1], replica_map.thresholds
-    types = IDS_WIDE if topk_ids.dtype is torch.int64 else 0
-    cells = layer * sources * experts
-    wide_counts = counts.dtype is torch.int64
-    types |= COUNTS_WIDE if wide_counts else 0
-    load_address = 0
-    if physical_load is not None:
-        wide_load = physical_load.dtype is torch.int64
-        types |= LOAD_WIDE if wide_load else 0
-        load_address = physical_load.data_ptr() + layer * slots * (8 if wide_load else 4)
-    control_types, source_of_row, source, source_stride = _source(source)
-    limit_type, limit, limit_address, flag_address, flag_bytes = _limits(rows, num_tokens, enabled)
-    call(
-        WORDS.pack(
-            topk_ids.data_ptr(),
-            out.data_ptr(),
-            replica_map.replicas.data_ptr() + cells * width * 4,
-            replica_map.nearest.data_ptr() + cells * 4,
-            0 if thresholds is None else thresholds.data_ptr() + cells * width * 4,
-            counts.data_ptr() + cells * (8 if wide_counts else 4),
-            load_address,
-            source_of_row,
-            limit_address,
-            flag_address,
-            rows,
-            top_k,
-            limit,
-            sources,
-            experts,
-            slots,
-            width,
-            source,
-            *topk_ids.stride(),
-            *out.stride(),
-            source_stride,
-            types | control_types | limit_type,
-            flag_bytes,
-            threads,
-        )
-    )
-
-
-def _source(source: Any) -> tuple[int, int, int, int]:
-    """Type bit, address (0: none), the one source, stride."""
-    if not isinstance(source, torch.Tensor):
-        return 0, 0, source, 0
-    return (
-        SOURCES_WIDE if source.dtype is torch.int64 else 0,
-        source.data_ptr(),
-        0,
-        source.stride(0),
-    )
-
-
-def _limits(rows: int, num_tokens: Any, enabled: Any) -> tuple[int, int, int, int, int]:
-    """Type bit and rows to count, the address of `num_tokens`, and address and size of `enabled` (0: no tensor)."""
-    types = limit_address = flag_address = flag_bytes = 0
-    limit = rows
-    if isinstance(num_tokens, torch.Tensor):
-        types = NUM_TOKENS_WIDE if num_tokens.dtype is torch.int64 else 0
-        limit_address = num_tokens.data_ptr()
-    elif num_tokens is not None:
-        limit = min(num_tokens, rows)
-    if isinstance(enabled, torch.Tensor):
-        flag_address, flag_bytes = enabled.data_ptr(), enabled.element_size()
-    elif enabled is not None and not enabled:
-        limit = 0
-    return types, limit, limit_address, flag_address, flag_bytes
+    arguments = (topk_ids, replica_map, counts, physical_load, layer, source, num_tokens, enabled, out)
+    call(WORDS.pack(*call_words(*arguments)), threads)
