@@ -109,6 +109,8 @@ class EngineSelector:
             last trace do not count as KV cache use.
         first: engine at which the order starts. Clients that start at different engines do not all send their
             first request to the same one.
+        clients: API servers that choose for these engines. Each sees the others' requests in traces only; what
+            it has sent itself since is taken to have been sent by every one of them.
 
     Raises:
         ValueError: a size below 1, or `first` that is no engine.
@@ -122,7 +124,10 @@ class EngineSelector:
         *,
         kv_capacity_tokens: int | None = None,
         first: int = 0,
+        clients: int = 1,
     ) -> None:
+        if clients < 1:
+            raise ValueError(f"clients: {clients}; valid: an integer >= 1")
         if num_engines < 1:
             raise ValueError(f"num_engines: {num_engines}; valid: an integer >= 1")
         if token_budget < 1:
@@ -135,6 +140,7 @@ class EngineSelector:
         self.token_budget = token_budget
         self.config = config if config is not None else SelectConfig()
         self.kv_capacity_tokens = kv_capacity_tokens
+        self.clients = clients
         self._next = first
         # One list per figure, kept up to date engine by engine: what is left for select() is min and max.
         self._time = [-math.inf] * num_engines  # -inf: no trace yet
@@ -321,8 +327,11 @@ class EngineSelector:
         return [figures[engine] for engine in candidates]
 
     def _refresh(self, engine: int) -> None:
-        """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1)."""
-        sent = self._sent.tokens[engine]
+        """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1).
+
+        With several clients the compensation stands for what all of them have sent.
+        """
+        sent = self.clients * self._sent.tokens[engine]
         kv = self._kv[engine]
         if self.kv_capacity_tokens is not None:
             kv += sent / self.kv_capacity_tokens

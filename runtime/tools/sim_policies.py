@@ -107,7 +107,13 @@ def _chooser(policy: Policy, settings: EngineSettings, num_engines: int, first: 
     kind = CHOICES[policy.choice]
     capacity = settings.kv_capacity
     if kind is None:
-        return EngineSelector(num_engines, settings.token_budget, kv_capacity_tokens=capacity, first=first)
+        return EngineSelector(
+            num_engines,
+            settings.token_budget,
+            kv_capacity_tokens=capacity,
+            first=first,
+            clients=clients,
+        )
     if kind is StockVllm:
         return StockVllm(num_engines, first=first, clients=clients)
     if kind is BalanceRouteAhead:

@@ -200,6 +200,18 @@ def test_clients_may_start_at_different_engines() -> None:
     assert picks(selector(*[None] * 4, first=2), 5) == [2, 3, 0, 1, 2]
 
 
+def test_with_several_clients_what_one_sends_stands_for_all() -> None:
+    made = selector(trace(), trace(run=1_500), clients=4, kv_capacity_tokens=100_000)
+    assert made.select(500, now=0.0).engine == 0
+    assert made.compensation(0) == 500
+    assert (
+        made.select(500, now=0.0).engine == 1
+    )  # 2,000 on engine 0 by now, three quarters from other clients
+    assert made.scores == pytest.approx((2_000 / Q + 0.02, 1_500 / Q))
+    made.observe(0, trace(run=700, ack=1, time=0.1))  # they have sent less
+    assert made.select(500, now=0.1).engine == 0
+
+
 def test_affinity_is_followed_among_close_scores_only() -> None:
     made = selector(trace(), trace(run=300), trace(run=9_000))
     assert made.select(0, now=0.0, affinity=1) == Decision(1, "close", 1)
@@ -294,6 +306,7 @@ def test_an_ack_beyond_anything_sent_drops_nothing() -> None:
     [
         (lambda: EngineSelector(0, Q), "num_engines: 0"),
         (lambda: EngineSelector(2, 0), "token_budget: 0"),
+        (lambda: EngineSelector(2, Q, clients=0), "clients: 0"),
         (lambda: EngineSelector(2, Q, kv_capacity_tokens=0), "kv_capacity_tokens: 0"),
         (lambda: EngineSelector(2, Q, first=2), "first: 2; valid: 0 to 1"),
         (lambda: selector(trace()).select(-1, now=0.0), "tokens: -1"),

@@ -1,0 +1,37 @@
+"""The tables in docs/simulator.md are those of the results file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_tables_are_made_from_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "bench/simulate/table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    result = json.loads(table.RESULTS.read_text())
+    text = (ROOT / "docs/simulator.md").read_text()
+    lines = table.engines_table(result) + table.deflection_table(result)
+    assert len(lines) == 2 + 24 + 2 + 27
+    assert [line for line in lines if line not in text] == []
+
+
+def test_what_the_docs_say_of_the_rows() -> None:
+    result = json.loads((ROOT / "bench/results/simulate.json").read_text())
+    assert all(entry["over_best"] <= 1.02 for entry in result["verdict"])
+    azure = [entry for entry in result["verdict"] if entry["traffic"] == "azure"]
+    assert all(0.6 <= entry["over_best"] <= 0.77 for entry in azure)
+    last = [entry for entry in result["verdict"] if entry["last_in"]]
+    assert len(last) == 6
+    assert {column for entry in last for column in entry["last_in"]} == {"tpot_mean"}
+    p95 = {(r["shape"], r["load"], r["deflection"]): r for r in result["deflection"]}
+    for shape, load in [("2P2D", 0.8), ("2P2D", 0.95), ("1P3D", 0.8), ("1P3D", 0.95)]:
+        with_, without = (p95[shape, load, mode] for mode in ("also while waiting", "none"))
+        assert with_["ttft_p95"] <= 0.4 * without["ttft_p95"]
+        assert with_["late_tokens"] <= without["late_tokens"] + 5e-6
