@@ -8,6 +8,7 @@
 #include "placement/layer.hpp"
 #include "placement/packing.hpp"
 #include "placement/parallel.hpp"
+#include "placement/portfolio_api.hpp"
 #include "placement/scored.hpp"
 #include "placement/slots.hpp"
 
@@ -47,7 +48,7 @@ std::size_t thread_count(std::size_t layers, const Shape& shape, std::int32_t re
 }  // namespace
 
 // Bumped whenever the signature or the meaning of an argument changes.
-extern "C" std::int32_t gimbal_placement_abi() { return 1; }
+extern "C" std::int32_t gimbal_placement_abi() { return 2; }
 
 // shape: layers, sources, experts, ranks, slots per rank. traffic: [layers, sources, experts]. distance: [sources,
 // ranks]. current: [layers, slots] or null. weights: alpha, beta, gamma. slots: [layers, slots], written.
@@ -64,4 +65,27 @@ extern "C" std::int32_t gimbal_placement_solve(std::int32_t method, const std::i
     place_layer(layer, static_cast<Method>(method), {weights[0], weights[1], weights[2]}, slots + l * total);
   };
   return for_each_layer(layers, thread_count(layers, layer_shape, threads), body) ? 0 : 1;
+}
+
+// shape: layers, sources, experts, ranks, slots per rank, windows, kicks, seeds, most moves (-1: any number).
+// window_loads: [windows, layers, experts], this window first; window_weights: [windows]. seconds: time after which no
+// kick starts, counted from the call, or negative. The rest as in gimbal_placement_solve.
+extern "C" std::int32_t gimbal_placement_portfolio(const std::int64_t* shape, const double* traffic,
+                                                   const double* distance, const double* window_loads,
+                                                   const double* window_weights, const std::int32_t* current,
+                                                   const double* weights, double seconds, std::int32_t threads,
+                                                   std::int32_t* slots) {
+  const auto size = [&](int i) { return static_cast<std::size_t>(shape[i]); };
+  const Batch batch{{size(1), size(2), size(3), size(4)}, size(0), size(5), traffic, distance, window_loads,
+                    window_weights, current};
+  Effort effort{static_cast<int>(shape[6]), static_cast<int>(shape[7]), static_cast<int>(shape[8]),
+                Clock::time_point::max()};
+  if (seconds >= 0.0)
+    effort.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  const auto body = [&](std::size_t l) {
+    place_portfolio_layer(batch, l, {weights[0], weights[1], weights[2]}, effort, slots + l * batch.shape.slots());
+  };
+  const std::size_t wanted = threads > 0 ? static_cast<std::size_t>(threads)
+                                         : std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
+  return for_each_layer(batch.layers, wanted, body) ? 0 : 1;
 }

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from .. import _host_library
+from .objective import window_weights
+from .portfolio import Effort
 from .problem import CALIBRATED, PlacementProblem, Weights
 
-ABI = 1
+ABI = 2
 METHOD_NUMBERS = {"paper": 0, "greedy": 1, "eplb": 2}
 DEFAULT_WEIGHTS = {"paper": CALIBRATED, "greedy": Weights(), "eplb": Weights()}
 
@@ -32,12 +34,22 @@ def _bind() -> tuple[Any, str]:
     pointer = ctypes.c_void_p
     solve_layers.argtypes = [ctypes.c_int32, *[pointer] * 5, ctypes.c_int32, pointer]
     solve_layers.restype = ctypes.c_int32
-    return solve_layers, "ready"
+    portfolio = library.gimbal_placement_portfolio
+    portfolio.argtypes = [*[pointer] * 7, ctypes.c_double, ctypes.c_int32, pointer]
+    portfolio.restype = ctypes.c_int32
+    return library, "ready"
 
 
 def status() -> str:
     """ "ready", or the reason why the compiled methods cannot be used."""
     return _bind()[1]
+
+
+def _library() -> Any:
+    library, reason = _bind()
+    if library is None:
+        raise RuntimeError(f"compiled placement is not available: {reason}")
+    return library
 
 
 def solve(problem: PlacementProblem, method: str, *, threads: int = 0) -> Any:
@@ -47,9 +59,7 @@ def solve(problem: PlacementProblem, method: str, *, threads: int = 0) -> Any:
         RuntimeError: the library is not available (`status` says why).
         MemoryError: no memory for the work space.
     """
-    solve_layers, reason = _bind()
-    if solve_layers is None:
-        raise RuntimeError(f"compiled placement is not available: {reason}")
+    solve_layers = _library().gimbal_placement_solve
     if method == "stay" and problem.current is not None:
         return problem.current
     traffic = problem.traffic
@@ -66,6 +76,47 @@ def solve(problem: PlacementProblem, method: str, *, threads: int = 0) -> Any:
         problem.topology.distance.ctypes.data,
         None if problem.current is None else problem.current.ctypes.data,
         weights.ctypes.data,
+        threads,
+        slots.ctypes.data,
+    )
+    if failed:
+        raise MemoryError("compiled placement: out of memory")
+    return slots
+
+
+def solve_portfolio(
+    problem: PlacementProblem,
+    effort: Effort,
+    *,
+    max_moves: int | None = None,
+    time_budget: float | None = None,
+    threads: int = 0,
+) -> Any:
+    """Slot map int32 [L, P] by method "portfolio" without spare slots, as `reference.solve_portfolio`.
+
+    time_budget: seconds after which no kick starts, or None. threads = 0: one per core, at most 8.
+
+    Raises:
+        RuntimeError, MemoryError: as `solve`.
+    """
+    portfolio = _library().gimbal_placement_portfolio
+    loads = np.ascontiguousarray(problem.window_loads())
+    window_weight = np.ascontiguousarray(window_weights(len(loads)))
+    chosen = problem.weights_for(Weights())
+    weights = np.array([chosen.alpha, chosen.beta, chosen.gamma], dtype=np.float64)
+    sizes = [*problem.traffic.shape, problem.num_ranks, problem.slots_per_rank, len(loads)]
+    limits = [effort.kicks, effort.seeds, -1 if max_moves is None else max_moves]
+    shape = np.array([*sizes, *limits], dtype=np.int64)
+    slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
+    failed = portfolio(
+        shape.ctypes.data,
+        problem.traffic.ctypes.data,
+        problem.topology.distance.ctypes.data,
+        loads.ctypes.data,
+        window_weight.ctypes.data,
+        None if problem.current is None else problem.current.ctypes.data,
+        weights.ctypes.data,
+        -1.0 if time_budget is None else time_budget,
         threads,
         slots.ctypes.data,
     )

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from . import portfolio_search
 from .checks import EMPTY_BELOW
+from .portfolio import Effort
 from .problem import CALIBRATED, PlacementProblem, Weights
 
 
@@ -32,6 +34,26 @@ def solve(problem: PlacementProblem, method: str) -> Any:
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
     for layer in range(problem.num_layers):
         slots[layer] = solve_layer(problem, layer, method)
+    return slots
+
+
+def solve_portfolio(
+    problem: PlacementProblem,
+    effort: Effort,
+    *,
+    max_moves: int | None = None,
+    time_budget: float | None = None,
+) -> Any:
+    """Slot map int32 [L, P] by method "portfolio", P = E. A time budget is not kept: this is never fast."""
+    slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
+    for layer in range(problem.num_layers):
+        current = None if problem.current is None else problem.current[layer]
+        home = portfolio_search.solve_layer(problem, layer, effort, max_moves)
+        if home is None:
+            slots[layer] = identity(problem) if current is None else current
+            continue
+        held = [set(np.flatnonzero(home == rank).tolist()) for rank in range(problem.num_ranks)]
+        slots[layer] = slots_in_ranks(held, current, problem.slots_per_rank)
     return slots
 
 

@@ -5,44 +5,97 @@ from __future__ import annotations
 from typing import Any
 
 from . import host, reference
+from .checks import LIMIT
 from .objective import evaluate
+from .portfolio import Effort
 from .problem import Placement, PlacementProblem
 
-METHODS = ("paper", "greedy", "eplb", "stay")
+METHODS = ("portfolio", "paper", "greedy", "eplb", "stay")
+EFFORTS = ("fast", "default", "best")
 BACKENDS = ("auto", "host", "reference")
+# Sums of shares over ranks stay within 32 bits.
+MOST_RANKS = 1024
 # One copy per expert is what their scores are about.
-WITHOUT_REPLICAS = ("paper", "greedy")
+WITHOUT_REPLICAS = ("portfolio", "paper", "greedy")
 
 
-def place(problem: PlacementProblem, *, method: str = "paper", backend: str = "auto") -> Placement:
+def place(
+    problem: PlacementProblem,
+    *,
+    method: str = "portfolio",
+    effort: str = "default",
+    max_moves: int | None = None,
+    time_budget: float | None = None,
+    backend: str = "auto",
+) -> Placement:
     """Chooses the expert of every slot, layer by layer, and evaluates the choice.
 
     Args:
         problem: see `PlacementProblem`.
-        method: "paper", the paper's heuristic (SPEC section 3.1, arXiv 2606.15177); "greedy", the same loop
-            scored by the marginals of the cost (section 3.2, one window); "eplb", balance only, with replicas
-            when there are spare slots; "stay", the current placement.
+        method: "portfolio", local search for the lowest cost from several starts (SPEC section 3.3); "paper",
+            the paper's heuristic (section 3.1, arXiv 2606.15177); "greedy", the same loop scored by the marginals
+            of the cost (section 3.2, one window); "eplb", balance only, with replicas when there are spare
+            slots; "stay", the current placement.
+        effort: how long "portfolio" searches: "fast" stops at the first local optimum, "default" kicks out of it
+            min(480, 12 R) times, "best" 16 times as often in all, from two seeds.
+        max_moves: experts per layer that "portfolio" may move off their current ranks, or None for any number.
+            Where its free choice moves more, steepest descent from the current placement is taken instead, up
+            to that many.
+        time_budget: seconds after which "portfolio" starts no more kicks. Two machines may then choose
+            differently: solve on one and broadcast, or set none.
         backend: "host" is compiled, "reference" plain numpy; both give the same bytes. "auto" takes "host"
             where it is available.
 
     Returns:
-        Placement; `slots` is the same bytes for the same problem on every machine. A layer without traffic
-        keeps its current placement, or gets slot p = expert p mod E when there is none.
+        Placement; without a time budget `slots` is the same bytes for the same problem on every machine. A layer
+        without traffic keeps its current placement, or gets slot p = expert p mod E when there is none. Method
+        "portfolio" keeps the current placement wherever it finds nothing of lower cost.
 
     Raises:
-        ValueError: an unknown method or backend, "host" where it is not available, or spare slots with a
-            method that places one copy per expert.
+        ValueError: an unknown method, effort or backend, "host" where it is not available, a negative max_moves
+            or time_budget, max_moves without a current placement, either of them with another method than
+            "portfolio", or spare slots with a method that places one copy per expert.
     """
-    if method not in METHODS:
-        raise ValueError(f"method: {method!r}; valid: {', '.join(METHODS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; valid: {', '.join(BACKENDS)}")
+    for name, value, valid in (
+        ("method", method, METHODS),
+        ("effort", effort, EFFORTS),
+        ("backend", backend, BACKENDS),
+    ):
+        if value not in valid:
+            raise ValueError(f"{name}: {value!r}; valid: {', '.join(valid)}")
     if method in WITHOUT_REPLICAS and problem.num_slots != problem.num_experts:
         raise ValueError(
             f"method: {method!r} places one copy per expert, but there are {problem.num_slots} slots for "
             f"{problem.num_experts} experts; valid with spare slots: eplb, stay"
         )
-    return evaluate(problem, _backend(backend).solve(problem, method))
+    _check_limits(problem, method, max_moves, time_budget)
+    chosen = _backend(backend)
+    if method != "portfolio":
+        return evaluate(problem, chosen.solve(problem, method))
+    kicks = Effort.named(effort, problem.num_ranks)
+    slots = chosen.solve_portfolio(problem, kicks, max_moves=max_moves, time_budget=time_budget)
+    return evaluate(problem, slots)
+
+
+def _check_limits(
+    problem: PlacementProblem, method: str, max_moves: int | None, time_budget: float | None
+) -> None:
+    if method != "portfolio":
+        for name, value in (("max_moves", max_moves), ("time_budget", time_budget)):
+            if value is not None:
+                raise ValueError(f"{name}: {value} with method {method!r}; valid: None, or method portfolio")
+        return
+    if problem.num_ranks > MOST_RANKS:
+        raise ValueError(
+            f"topology: {problem.num_ranks} ranks; valid for method portfolio: at most {MOST_RANKS}"
+        )
+    if max_moves is not None:
+        if isinstance(max_moves, bool) or not isinstance(max_moves, int) or max_moves < 0:
+            raise ValueError(f"max_moves: {max_moves!r}; valid: an integer >= 0, or None")
+        if problem.current is None:
+            raise ValueError(f"max_moves: {max_moves} without a current placement; valid: None")
+    if time_budget is not None and not 0 <= time_budget <= LIMIT:
+        raise ValueError(f"time_budget: {time_budget}; valid: seconds >= 0, or None")
 
 
 def available_backends() -> dict[str, str]:

@@ -138,13 +138,13 @@ def test_bad_weights(name, value):
 
 def test_unknown_method_and_backend_list_the_valid_ones():
     problem = PlacementProblem(PICKS, LINE, 2)
-    with pytest.raises(ValueError, match="method: 'magic'; valid: paper, greedy, eplb, stay"):
+    with pytest.raises(ValueError, match="method: 'magic'; valid: portfolio, paper, greedy, eplb, stay"):
         place(problem, method="magic")
     with pytest.raises(ValueError, match="backend: 'gpu'; valid: auto, host, reference"):
         place(problem, backend="gpu")
 
 
-@pytest.mark.parametrize("method", ["paper", "greedy"])
+@pytest.mark.parametrize("method", ["portfolio", "paper", "greedy"])
 def test_spare_slots_need_a_method_that_makes_copies(method):
     with pytest.raises(ValueError, match="6 slots for 4 experts; valid with spare slots: eplb, stay"):
         place(PlacementProblem(PICKS, LINE, 3), method=method)

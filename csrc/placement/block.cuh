@@ -1,0 +1,124 @@
+// Who executes the solver: one CUDA block, or one host thread. The solver is written once against this interface.
+//
+//   rank(), size()    this thread among those of the block
+//   sync()            barrier; what was written before it is seen after it
+//   min64(key)        lowest key of all threads, the same for each of them
+//   argmin(m, n, d)   index of the lowest value of the matrix m [n, d]; ties: the lowest index; called by all threads
+//   add(p, v)         *p += v, from any number of threads
+//   expired()         true once the time allowed is used up (host only)
+//   kLanes, Ints      neighbouring elements that a thread takes at once and the type that holds them: one int on a GPU,
+//                     a vector on the host
+//
+// Results must not depend on size(), on kLanes or on the order in which threads run: integers everywhere, or floats
+// whose every operation is rounded on its own (no fused multiply-add) and whose sums are integers.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define GIMBAL_HD __host__ __device__ __forceinline__
+#else
+#define GIMBAL_HD inline
+#endif
+
+#if defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are only passed to functions that are inlined
+#endif
+
+namespace gimbal::placement {
+
+using u64 = unsigned long long;
+
+constexpr u64 kNoKey = ~0ull;
+
+// Signed values in ascending order as unsigned keys.
+GIMBAL_HD u64 ordered(int value) { return static_cast<unsigned>(value) ^ 0x80000000u; }
+GIMBAL_HD int value_of(u64 high) { return static_cast<int>(static_cast<unsigned>(high) ^ 0x80000000u); }
+
+// The unsigned type beside a type of lanes.
+template <class V>
+struct UnsignedOf {
+  using type = unsigned;
+};
+
+// Products and differences modulo 2^32: intermediate values may wrap, sums of them that fit come out exact.
+template <class V>
+GIMBAL_HD V wrap_mul(V a, V b) {
+  using U = typename UnsignedOf<V>::type;
+  return (V)((U)a * (U)b);
+}
+template <class V>
+GIMBAL_HD V wrap_add(V a, V b) {
+  using U = typename UnsignedOf<V>::type;
+  return (V)((U)a + (U)b);
+}
+template <class V>
+GIMBAL_HD V wrap_sub(V a, V b) {
+  using U = typename UnsignedOf<V>::type;
+  return (V)((U)a - (U)b);
+}
+
+// Lanes from and to memory, the same value in all, and the smaller of two.
+template <class V>
+GIMBAL_HD V load_lanes(const int* from) {
+  V lanes;
+  __builtin_memcpy(&lanes, from, sizeof(V));
+  return lanes;
+}
+template <class V>
+GIMBAL_HD void store_lanes(int* to, V lanes) {
+  __builtin_memcpy(to, &lanes, sizeof(V));
+}
+template <class V>
+GIMBAL_HD V all_lanes(int value) {
+  return V{} + value;
+}
+template <class V>
+GIMBAL_HD V min_lanes(V a, V b) {
+  return a < b ? a : b;
+}
+
+// -1 in lanes where a comparison holds: what vector comparisons give by themselves.
+GIMBAL_HD int mask_lanes(bool holds) { return holds ? -1 : 0; }
+template <class V>
+GIMBAL_HD V mask_lanes(V mask) {
+  return mask;
+}
+
+#if defined(__CUDACC__) || defined(GIMBAL_SIMT)
+// part: shared memory for one key per warp. Blocks are whole warps.
+struct CudaBlock {
+  static constexpr int kLanes = 1;
+  using Ints = int;
+  u64* part;
+
+  __device__ int rank() const { return static_cast<int>(threadIdx.x); }
+  __device__ int size() const { return static_cast<int>(blockDim.x); }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ void add(int* target, int value) const { atomicAdd(target, value); }
+  __device__ bool expired() const { return false; }
+
+  __device__ u64 min64(u64 key) const {
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const u64 other = __shfl_sync(0xffffffffu, key, (rank() & 31) ^ offset);
+      key = other < key ? other : key;
+    }
+    if ((rank() & 31) == 0) part[rank() / 32] = key;
+    __syncthreads();
+    for (int warp = 0; warp < size() / 32; ++warp) key = part[warp] < key ? part[warp] : key;
+    __syncthreads();  // the next call may overwrite `part`
+    return key;
+  }
+
+  __device__ int argmin(const int* matrix, int rows, int columns) const {
+    u64 key = kNoKey;
+    for (int i = rank(); i < rows * columns; i += size()) {
+      const u64 here = ordered(matrix[i]) << 32 | static_cast<unsigned>(i);
+      key = here < key ? here : key;
+    }
+    return static_cast<int>(min64(key) & 0xffffffffu);
+  }
+};
+#endif
+
+}  // namespace gimbal::placement

@@ -1,0 +1,40 @@
+// C interface of method "portfolio", part of host.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "placement/parallel.hpp"
+#include "placement/portfolio.hpp"
+#include "placement/slots.hpp"
+
+namespace gimbal::placement {
+
+// Arrays over all layers, as Python hands them over.
+struct Batch {
+  Shape shape;
+  std::size_t layers, windows;
+  const double *traffic, *distance, *loads;  // [layers, sources, experts], [sources, ranks], [windows, layers, experts]
+  const double* window_weights;              // [windows]
+  const std::int32_t* current;               // [layers, slots] or null
+
+  Layer layer(std::size_t l) const {
+    const std::size_t cells = shape.sources * shape.experts;
+    return {shape, traffic + l * cells, distance, current == nullptr ? nullptr : current + l * shape.slots()};
+  }
+};
+
+inline void place_portfolio_layer(const Batch& batch, std::size_t l, const Weights& weights, const Effort& effort,
+                                  std::int32_t* slots) {
+  thread_local Portfolio portfolio;
+  const Layer layer = batch.layer(l);
+  const double* loads[kMaxWindows];
+  for (std::size_t k = 0; k < batch.windows; ++k)
+    loads[k] = batch.loads + (k * batch.layers + l) * batch.shape.experts;
+  const int* ranks = portfolio.solve(layer, {batch.windows, loads, batch.window_weights}, weights, effort);
+  if (ranks == nullptr) return keep_or_identity(layer, slots);
+  RankSets held(layer.shape);
+  for (std::size_t e = 0; e < layer.shape.experts; ++e) held.add(static_cast<std::size_t>(ranks[e]), e);
+  slots_in_ranks(layer, held, slots);
+}
+
+}  // namespace gimbal::placement
