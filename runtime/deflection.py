@@ -15,11 +15,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from .chunk_steps import count_steps
 from .iteration_model import IterationModel
+
+__all__ = [
+    "DecodeNode",
+    "DeflectionConfig",
+    "DeflectionRouter",
+    "IterationModel",
+    "PrefillNode",
+    "Route",
+]
 
 DEFLECTED = "deflected"
 PREFILL = "prefill"
@@ -318,7 +327,7 @@ class DeflectionRouter:
         )
         base, c_pf, c_attn, limit = figures.T
         done = tokens - uncached
-        steps = _count_steps(
+        steps = count_steps(
             tokens, done, base, c_pf, c_attn, self.config.beta * limit, self.config.chunk_sizes
         )
         times = np.where(
@@ -358,52 +367,3 @@ def prefill_ttft(prompt_tokens: int, uncached_tokens: int, node: PrefillNode) ->
     prefill = sum(left * (model.c_pf + model.c_attn * (done + left / 2)) for left, done in work)
     transfer = prompt_tokens * node.kv_bytes_per_token / node.bandwidth
     return iterations * model.a + prefill + node.link_wait + transfer
-
-
-def _count_steps(
-    tokens: int, done: int, base: Any, c_pf: Any, c_attn: Any, limit: Any, sizes: tuple[int, ...]
-) -> Any:
-    """Iterations that `chunk_schedule` would need on each node, 0 where it has none; all arguments [nodes].
-
-    The same comparisons in the same floating-point arithmetic, but a run of equal chunks at a time: for every
-    size the last position `done` at which it still fits is found once, and the rest is integer arithmetic.
-    """
-    last = _last_fitting(tokens, np.array(sizes)[:, None], base, c_pf, c_attn, limit)
-    at = np.full(base.shape, done, dtype=np.int64)
-    steps = np.zeros(base.shape, dtype=np.int64)
-    for size, above, fits_until in zip(sizes, (2 * sizes[0], *sizes), last, strict=False):
-        # As long as the rest is at least the next size up, which did not fit, the rest does not fit either: no
-        # need to try it. Below that at most one chunk of this size is left, since sizes at most halve.
-        count = np.minimum((fits_until - at) // size + 1, (tokens - at - above) // size + 1).clip(0)
-        at += count * size
-        steps += count
-        rest = tokens - at
-        whole = (rest > 0) & (rest < above) & (rest <= sizes[0])
-        whole &= base + rest * (c_pf + c_attn * (at + rest / 2)) <= limit
-        chunk = np.where(whole, rest, np.where((rest >= size) & (at <= fits_until), size, 0))
-        at += chunk
-        steps += chunk > 0
-    rest = tokens - at
-    whole = (rest > 0) & (rest < sizes[-1]) & (base + rest * (c_pf + c_attn * (at + rest / 2)) <= limit)
-    return np.where((rest == 0) | whole, steps + whole, 0)
-
-
-def _last_fitting(tokens: int, size: Any, base: Any, c_pf: Any, c_attn: Any, limit: Any) -> Any:
-    """Largest position in -1 .. tokens at which a chunk of `size` fits; arguments broadcast to [sizes, nodes].
-
-    -1: not even at the start of a prompt. A closed form gives the position up to rounding, the comparison that
-    `chunk_schedule` makes settles it.
-    """
-
-    def fits(at: Any) -> Any:
-        return base + size * (c_pf + c_attn * (at + size / 2)) <= limit
-
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        guess = ((limit - base) / size - c_pf) / c_attn - size / 2
-    # 0/0 comes from a node without attention cost that is exactly at its limit: as good as any guess.
-    at = np.nan_to_num(guess, nan=0.0, posinf=tokens, neginf=-1.0).clip(-1, tokens).astype(np.int64)
-    while (low := (at >= 0) & ~fits(at)).any():
-        at -= low
-    while (high := (at < tokens) & fits(at + 1)).any():
-        at += high
-    return at

@@ -10,6 +10,9 @@ from gimbal_runtime.affinity import AffinityMap, prefix_key
 from gimbal_runtime.decision_log import DecisionLog, LoggedDecision
 from gimbal_runtime.engine_select import Decision, EngineSelector, SelectConfig
 from gimbal_runtime.trace import EngineTrace
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 Q = 8192
 
@@ -205,3 +208,98 @@ def test_ordered_dispatch_skips_a_removed_engine() -> None:
     assert [made.select(1, now=0.0).engine for _ in range(7)] == [0, 1, 3, 0, 1, 3, 0]
     assert made.compensation(2) == 0
     assert math.inf > made.compensation(0) > 0
+
+
+# --- any mix of events ---
+
+
+class AnyMix(RuleBasedStateMachine):
+    """Sends, ends, late and repeated traces, engines lost and found again: what is remembered is what is owed."""
+
+    ENGINES = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.made = EngineSelector(self.ENGINES, Q, kv_capacity_tokens=50_000)
+        self.open: list[tuple[Decision, int]] = []  # sent, neither ended nor acknowledged nor lost
+        self.all: list[Decision] = []
+        self.lost: set[int] = set()
+        self.traces: list[tuple[int, EngineTrace]] = []
+        self.heard = [-math.inf] * self.ENGINES
+        self.acks = [0] * self.ENGINES
+
+    @rule(
+        tokens=st.integers(0, 3_000),
+        key=st.integers(0, 4),
+        step=st.sampled_from([0.0, 0.5, 6.0]),
+        data=st.data(),
+    )
+    def send(self, tokens: int, key: int, step: float, data: st.DataObject) -> None:
+        self.now += step
+        live = [engine for engine in range(self.ENGINES) if engine not in self.lost]
+        if not live:
+            with pytest.raises(ValueError, match="every engine has been removed"):
+                self.made.select(tokens, now=self.now, affinity_key=key)
+            return
+        pinned = data.draw(st.sampled_from([None, None, *live]))
+        decision = self.made.select(tokens, now=self.now, pinned=pinned, affinity_key=key)
+        assert decision.engine in live
+        self.open.append((decision, tokens))
+        self.all.append(decision)
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """Finish, abort or error; also of a request that ended before."""
+        decision = data.draw(st.sampled_from(self.all))
+        self.made.release(decision.engine, decision.seq)
+        self.open = [entry for entry in self.open if entry[0] is not decision]
+
+    @rule(engine=st.integers(0, 2), ack=st.integers(0, 12), run=st.integers(0, 9_000))
+    def report(self, engine: int, ack: int, run: int) -> None:
+        self.now += 0.1
+        sent = max((d.seq for d in self.all if d.engine == engine), default=0)
+        seen = trace(run=run, ack=min(ack, sent), time=self.now)
+        self.traces.append((engine, seen))
+        self.deliver(engine, seen)
+
+    @precondition(lambda self: self.traces)
+    @rule(data=st.data())
+    def repeat_an_old_report(self, data: st.DataObject) -> None:
+        self.deliver(*data.draw(st.sampled_from(self.traces)))
+
+    def deliver(self, engine: int, seen: EngineTrace) -> None:
+        self.made.observe(engine, seen)
+        out_of_order = seen.time < self.heard[engine] or seen.ack < self.acks[engine]
+        if engine in self.lost or out_of_order:
+            return
+        self.heard[engine], self.acks[engine] = seen.time, seen.ack
+        self.open = [e for e in self.open if e[0].engine != engine or e[0].seq > seen.ack]
+
+    @rule(engine=st.integers(0, 2))
+    def lose(self, engine: int) -> None:
+        self.made.remove_engine(engine)
+        self.lost.add(engine)
+        self.heard[engine], self.acks[engine] = -math.inf, 0
+        self.open = [entry for entry in self.open if entry[0].engine != engine]
+
+    @rule(engine=st.integers(0, 2))
+    def find(self, engine: int) -> None:
+        self.made.restore_engine(engine)
+        self.lost.discard(engine)
+
+    @invariant()
+    def compensation_is_what_is_open(self) -> None:
+        for engine in range(self.ENGINES):
+            owed = sum(tokens for decision, tokens in self.open if decision.engine == engine)
+            assert self.made.compensation(engine) == owed
+
+    def teardown(self) -> None:
+        for decision in self.all:
+            self.made.release(decision.engine, decision.seq)
+        assert [self.made.compensation(engine) for engine in range(self.ENGINES)] == [0, 0, 0]
+
+
+AnyMix.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyMix = AnyMix.TestCase

@@ -15,72 +15,79 @@ from gimbal_runtime.tools.sim_traffic import Arrival, at_rate, generate, in_sess
 MODEL = IterationModel(0.01, 1e-4, 1e-7, 1e-4, 1e-8)
 
 
-def naive_engine(arrivals: list[Arrival], settings: EngineSettings) -> tuple[list[float], list[float], int]:
-    """One engine, first come first served, every request looked at in every step: first and last token times."""
-    model, count = settings.model, len(arrivals)
-    first, done = [math.nan] * count, [math.nan] * count
-    produced, computed = [0] * count, [0] * count  # tokens generated; tokens in the KV cache
-    waiting: list[int] = []
-    running: list[int] = []  # in the order in which they began to decode or prefill
-    order: dict[int, int] = {}
-    now, coming, stamp, preempted = 0.0, 0, 0, 0
-    while any(math.isnan(t) for t in done):
-        while coming < count and arrivals[coming].time <= now:
-            waiting.append(coming)
-            coming += 1
-        if not waiting and not running:
-            now = arrivals[coming].time
-            continue
+class NaiveEngine:
+    """One engine, first come first served; every request is looked at in every step."""
 
-        def context(i: int) -> int:
-            return arrivals[i].prompt + produced[i]
+    def __init__(self, arrivals: list[Arrival], settings: EngineSettings) -> None:
+        self.arrivals, self.settings = arrivals, settings
+        count = len(arrivals)
+        self.first, self.done = [math.nan] * count, [math.nan] * count
+        self.produced, self.computed = [0] * count, [0] * count  # tokens generated; tokens in the KV cache
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+        self.order: list[int] = []  # as they began to decode
+        self.preempted = 0
+        self.now = 0.0
 
-        def decoding(i: int) -> bool:
-            return produced[i] > 0 and computed[i] == context(i) - 1
+    def context(self, i: int) -> int:
+        return self.arrivals[i].prompt + self.produced[i]
 
-        def reserved() -> int:
-            return sum(computed[i] if decoding(i) else context(i) for i in running)
+    def decoding(self, i: int) -> bool:
+        return self.produced[i] > 0 and self.computed[i] == self.context(i) - 1
 
-        while True:
-            decodes = [i for i in running if decoding(i)]
-            if reserved() + len(decodes) <= settings.kv_capacity or len(decodes) <= 1:
-                break
-            victim = max(decodes, key=lambda i: order[i])
-            running.remove(victim)
-            computed[victim] = 0
-            waiting.insert(0, victim)
-            preempted += 1
-        budget = settings.token_budget - len(decodes)
-        chunks = {}
-        for i in running:
-            if i not in decodes:
-                chunks[i] = min(budget, context(i) - computed[i])
-                budget -= chunks[i]
-        while budget > 0 and waiting and len(running) < settings.max_num_seqs:
-            i = waiting[0]
-            if reserved() + context(i) > settings.kv_capacity and running:
-                break
-            running.append(waiting.pop(0))
-            chunks[i] = min(budget, context(i))
-            budget -= chunks[i]
-        parts = [(chunk, computed[i]) for i, chunk in chunks.items()]
-        now += model.time(len(decodes), sum(computed[i] for i in decodes), parts)
-        for i in list(running):
-            if i in decodes:
-                computed[i] += 1
-                produced[i] += 1
+    def reserved(self) -> int:
+        return sum(self.computed[i] if self.decoding(i) else self.context(i) for i in self.running)
+
+    def run(self) -> None:
+        coming = 0
+        while any(math.isnan(time) for time in self.done):
+            while coming < len(self.arrivals) and self.arrivals[coming].time <= self.now:
+                self.waiting.append(coming)
+                coming += 1
+            if self.waiting or self.running:
+                self.step()
             else:
-                computed[i] += chunks[i]
-                if computed[i] < context(i):
-                    continue
-                produced[i] += 1
-                stamp += 1
-                order[i] = stamp
-                first[i] = now if math.isnan(first[i]) else first[i]
-            if produced[i] >= arrivals[i].output:
-                done[i] = now
-                running.remove(i)
-    return first, done, preempted
+                self.now = self.arrivals[coming].time
+
+    def step(self) -> None:
+        decodes = [i for i in self.running if self.decoding(i)]
+        while self.reserved() + len(decodes) > self.settings.kv_capacity and len(decodes) > 1:
+            victim = max(decodes, key=lambda i: len(self.order) - self.order[::-1].index(i))
+            decodes.remove(victim)
+            self.running.remove(victim)
+            self.computed[victim] = 0
+            self.waiting.insert(0, victim)
+            self.preempted += 1
+        budget = self.settings.token_budget - len(decodes)
+        chunks = {}
+        for i in self.running:
+            if i not in decodes:
+                chunks[i] = min(budget, self.context(i) - self.computed[i])
+                budget -= chunks[i]
+        while budget > 0 and self.waiting and len(self.running) < self.settings.max_num_seqs:
+            i = self.waiting[0]
+            if self.reserved() + self.context(i) > self.settings.kv_capacity and self.running:
+                break
+            self.running.append(self.waiting.pop(0))
+            chunks[i] = min(budget, self.context(i))
+            budget -= chunks[i]
+        parts = [(chunk, self.computed[i]) for i, chunk in chunks.items()]
+        kv_tokens = sum(self.computed[i] for i in decodes)
+        self.now += self.settings.model.time(len(decodes), kv_tokens, parts)
+        for i in list(self.running):
+            self.advance(i, chunks.get(i, 0), i in decodes)
+
+    def advance(self, i: int, chunk: int, decode: bool) -> None:
+        self.computed[i] += 1 if decode else chunk
+        if not decode:
+            if self.computed[i] < self.context(i):
+                return
+            self.order.append(i)
+            self.first[i] = self.now if math.isnan(self.first[i]) else self.first[i]
+        self.produced[i] += 1
+        if self.produced[i] >= self.arrivals[i].output:
+            self.done[i] = self.now
+            self.running.remove(i)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +102,14 @@ def test_one_engine_equals_the_reference(capacity: int, budget: int, seqs: int) 
         Arrival(float(time), int(draw.integers(1, 700)), int(draw.integers(1, 60)))
         for time in np.cumsum(draw.exponential(0.05, 150))
     ]
-    first, done, preempted = naive_engine(arrivals, settings)
+    naive = NaiveEngine(arrivals, settings)
+    naive.run()
     cluster = build(POLICIES["round-robin"], settings, 1)
     requests = cluster.run(arrivals)
-    assert [r.first for r in requests] == pytest.approx(first, rel=1e-9)
-    assert [r.done for r in requests] == pytest.approx(done, rel=1e-9)
-    assert cluster.engines[0].preemptions == preempted
-    assert (preempted > 0) is (capacity < 100_000)
+    assert [r.first for r in requests] == pytest.approx(naive.first, rel=1e-9)
+    assert [r.done for r in requests] == pytest.approx(naive.done, rel=1e-9)
+    assert cluster.engines[0].preemptions == naive.preempted
+    assert (naive.preempted > 0) is (capacity < 100_000)
 
 
 @pytest.mark.parametrize("name", POLICIES)
