@@ -7,6 +7,7 @@ lists them for the documentation.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,6 +18,8 @@ ENV_PREFIX = "GIMBAL_"
 CONFIG_KEY = "gimbal"
 # Set on a server that this package's tools start, so that they find its processes again; not a setting.
 SERVER_VARIABLE = "GIMBAL_SERVER_ID"
+# A Kubernetes service whose name begins with "gimbal" puts its addresses into the environment of every pod.
+_SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -165,7 +168,9 @@ class GimbalConfig:
         False, _flag(), "a hook that does not fit the installed vLLM is an error at start-up, not a warning"
     )
     observe: bool = _setting(
-        False, _flag(), "in mode off: count source rows and export figures, change nothing else"
+        False,
+        _flag(),
+        "in modes off and dp: count source rows and export figures all the same, place nothing",
     )
     traffic_dir: str | None = _setting(
         None, _path(), "folder in which every closed window's traffic is saved as an .npz"
@@ -242,6 +247,8 @@ class GimbalConfig:
         values: dict[str, Any] = {}
         for variable, text in environ.items():
             if not variable.startswith(ENV_PREFIX) or variable == SERVER_VARIABLE:
+                continue
+            if _SERVICE_VARIABLE.search(variable):
                 continue
             name = variable[len(ENV_PREFIX) :].lower()
             if name not in kinds or variable != ENV_PREFIX + name.upper():

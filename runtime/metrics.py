@@ -66,7 +66,7 @@ WORKER_METRICS = {
         "gimbal_rearrangement_seconds_total",
         "counter",
         (),
-        "seconds from the decision to the last layer's commit",
+        "seconds from a window's close to the last layer's commit, idle time included",
     ),
 }
 """Figure name in an engine's report -> metric."""
@@ -102,36 +102,43 @@ class EngineMetrics:
 
     Args:
         exports_figures: whether this API server is the one that exports the engines' common figures.
+        first_rank: DP rank of its first engine; the label `engine` is the DP rank.
     """
 
-    def __init__(self, *, exports_figures: bool) -> None:
+    def __init__(self, *, exports_figures: bool, first_rank: int = 0) -> None:
         self._instruments = _instruments()
         self._exports_figures = exports_figures
+        self._first_rank = first_rank
         self._totals: dict[str, float] = {}
 
     def decision(self, decision: Decision, scores: Sequence[float | None] | None) -> None:
         """Counts a decision; `scores` [engines] is None when it was not made by score, an entry when left out."""
-        self._instruments.decisions.labels(engine=str(decision.engine), reason=decision.reason).inc()
+        self._instruments.decisions.labels(engine=self._label(decision.engine), reason=decision.reason).inc()
         for engine, score in enumerate(scores or ()):
             if score is not None:
-                self._instruments.score.labels(engine=str(engine)).set(score)
+                self._instruments.score.labels(engine=self._label(engine)).set(score)
+
+    def _label(self, engine: int) -> str:
+        return str(self._first_rank + engine)
 
     def compensation(self, engine: int, tokens: float) -> None:
         """Tokens sent to `engine` and not acknowledged."""
-        self._instruments.compensation.labels(engine=str(engine)).set(tokens)
+        self._instruments.compensation.labels(engine=self._label(engine)).set(tokens)
 
     def trace_seen(self, engine: int) -> None:
         """A new trace of `engine` has arrived."""
-        self._instruments.trace_time.labels(engine=str(engine)).set(time.time())
+        self._instruments.trace_time.labels(engine=self._label(engine)).set(time.time())
 
     def figures(self, reports: Iterable[EngineReport | None]) -> None:
         """Exports the newest of the engines' figures; totals never fall, whichever engine reports them."""
         if not self._exports_figures:
             return
-        known = [report.figures for report in reports if report is not None and "windows" in report.figures]
+        known = [
+            report.figures for report in reports if report is not None and "rearrangements" in report.figures
+        ]
         if not known:
             return
-        newest = max(known, key=lambda figures: figures["windows"])
+        newest = max(known, key=lambda figures: figures["rearrangements"])
         for name, instrument in self._instruments.worker.items():
             if name not in newest:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .guard import expect, logger, patch
+from .guard import Fuse, expect, logger, patch
 
 MODULE = "vllm.v1.engine.coordinator"
 REPORT_KEY = "gimbal"
@@ -29,12 +29,13 @@ def _patch_this_process() -> None:
     process_class = expect(MODULE, "DPCoordinatorProc")
     decoder_class = expect(MODULE, "MsgpackDecoder")
     coordinators: list[Any] = []
+    fuse = Fuse("coordinator")
 
     class Decoder(decoder_class):  # type: ignore[misc, valid-type]
         def decode(self, bufs: Any) -> Any:
             outputs = super().decode(bufs)
             for coordinator in coordinators:
-                attach_report(coordinator.engines, outputs)
+                fuse.attempt(attach_report, coordinator.engines, outputs)
             return outputs
 
     stock_init = process_class.__init__

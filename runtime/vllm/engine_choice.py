@@ -1,4 +1,4 @@
-"""An API server chooses the engine of a new request by Algorithm 1 (SPEC section 6).
+"""An API server chooses the engine of a new request by Algorithm 1 (SPEC section 6). Part of hook `trace-path`.
 
 The chosen engine is handed to vLLM's own method as if the request had been pinned to it, so that vLLM's
 bookkeeping stays vLLM's. Rows from the coordinator are cut back to vLLM's three columns; the fourth, an engine's
@@ -7,8 +7,9 @@ report, feeds the selector and the metrics.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..trace import EngineReport
 from .coordinator import STOCK_ROW
 from .engine_stats import SEQUENCE_HEADER
 from .guard import Fuse, HookMismatch, expect
-from .settings import config_for, traffic_travels
+from .settings import config_for, reports_travel
 
 MODULE = "vllm.v1.engine.core_client"
 STOCK_METHODS = {
@@ -34,50 +35,48 @@ class EngineChoice:
 
     Args:
         vllm_config: of the server; gives Q = max_num_batched_tokens and the KV capacity in tokens.
-        num_engines: engines that this API server may choose from.
+        engine_ranks: DP ranks of the engines that this API server may choose from, consecutive.
         client_index: of this API server; engines acknowledge per client.
-        first: engine at which this API server's order starts.
+        first: engine, by its place in `engine_ranks`, at which this API server's order starts.
     """
 
-    def __init__(self, vllm_config: Any, num_engines: int, client_index: int, first: int = 0) -> None:
+    def __init__(
+        self, vllm_config: Any, engine_ranks: Sequence[int], client_index: int, first: int = 0
+    ) -> None:
         self.config = config_for(vllm_config)
         self.fuse = Fuse("engine-choice")
+        self.metrics_fuse = Fuse("engine-metrics")
         self.client_index = client_index
-        self.metrics = EngineMetrics(exports_figures=client_index == 0)
-        self._vllm_config = vllm_config
-        self._first = first
-        self._counters: list[int] = []
-        self._sent: dict[str, tuple[int, int]] = {}
-        self.resize(num_engines)
-
-    def resize(self, num_engines: int) -> None:
-        """Starts afresh with another number of engines (elastic expert parallelism)."""
+        self.first_rank = engine_ranks[0]
+        self.metrics = EngineMetrics(exports_figures=client_index == 0, first_rank=self.first_rank)
         self.selector = EngineSelector(
-            num_engines,
-            self._vllm_config.scheduler_config.max_num_batched_tokens,
+            len(engine_ranks),
+            vllm_config.scheduler_config.max_num_batched_tokens,
             SelectConfig.from_config(self.config),
-            kv_capacity_tokens=getattr(self._vllm_config.cache_config, "kv_cache_size_tokens", None) or None,
-            first=self._first % num_engines,
+            kv_capacity_tokens=getattr(vllm_config.cache_config, "kv_cache_size_tokens", None) or None,
+            first=first % len(engine_ranks),
         )
-        self._counters = [-1] * num_engines
-        self._sent.clear()
+        self._counters = [-1] * len(engine_ranks)
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._pressure_step = 0.0
+        self._pressure_time = -math.inf
 
     def observe(self, rows: Sequence[Sequence[Any]]) -> None:
         """Takes the reports out of the coordinator's rows; a row without one, or an old one, changes nothing."""
         now = time.monotonic()
         reports = [EngineReport.from_wire(row[STOCK_ROW]) if len(row) > STOCK_ROW else None for row in rows]
-        pressure = _newest_pressure(reports)
+        pressure = self._pressure(reports, now)
         for engine, report in enumerate(reports[: len(self._counters)]):
             if report is None or report.counter <= self._counters[engine]:
                 continue
             self._counters[engine] = report.counter
-            trace = report.trace_for(self.client_index, now)
             # An engine without requests has no worker output to learn its pressure from: any engine's newest
             # exchange tells it of all of them.
-            self.selector.observe(engine, replace(trace, moe=pressure.get(f"pressure_{engine}", trace.moe)))
-            self.metrics.trace_seen(engine)
-            self.metrics.compensation(engine, self.selector.compensation(engine))
-        self.metrics.figures(reports)
+            moe = pressure.get(f"pressure_{self.first_rank + engine}", 0.0)
+            self.selector.observe(engine, replace(report.trace_for(self.client_index, now), moe=moe))
+            self.metrics_fuse.attempt(self.metrics.trace_seen, engine)
+            self._tell_compensation(engine)
+        self.metrics_fuse.attempt(self.metrics.figures, reports)
 
     def choose(self, request: Any, pinned: int | None) -> Decision:
         """Chooses, remembers the request for `release`, and numbers it for the engine's acknowledgement."""
@@ -85,8 +84,8 @@ class EngineChoice:
         request.trace_headers = {**(request.trace_headers or {}), SEQUENCE_HEADER: str(decision.seq)}
         self.release(request.request_id)  # a streaming session sends again under the same id
         self._sent[request.request_id] = (decision.engine, decision.seq)
-        self.metrics.decision(decision, self.selector.scores)
-        self.metrics.compensation(decision.engine, self.selector.compensation(decision.engine))
+        self.metrics_fuse.attempt(self.metrics.decision, decision, self.selector.scores)
+        self._tell_compensation(decision.engine)
         return decision
 
     def release(self, request_id: str) -> None:
@@ -94,7 +93,23 @@ class EngineChoice:
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self.selector.release(*sent)
-            self.metrics.compensation(sent[0], self.selector.compensation(sent[0]))
+            self._tell_compensation(sent[0])
+
+    def release_all(self, request_ids: Iterable[str]) -> None:
+        """As `release`, guarded: called where an exception would end the API server's client."""
+        for request_id in request_ids:
+            self.fuse.attempt(self.release, request_id)
+
+    def _pressure(self, reports: Sequence[EngineReport | None], now: float) -> dict[str, float]:
+        """The newest exchange's figures; none once it is stale: engines that stand still have no pressure."""
+        figures = _newest_pressure(reports)
+        step = figures.get("pressure_step", 0.0)
+        if step > self._pressure_step:
+            self._pressure_step, self._pressure_time = step, now
+        return figures if now - self._pressure_time <= self.config.stale_after else {}
+
+    def _tell_compensation(self, engine: int) -> None:
+        self.metrics_fuse.attempt(self.metrics.compensation, engine, self.selector.compensation(engine))
 
 
 def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]:
@@ -120,7 +135,26 @@ class _Rows:
         vars(client)["_lb_rows"] = [row[:STOCK_ROW] for row in rows]
         choice = vars(client).get("_gimbal_choice")
         if choice is not None:
-            choice.fuse.run(lambda: choice.observe(rows), lambda: None)
+            choice.fuse.attempt(choice.observe, rows)
+
+
+def _choose(client: Any, choice: EngineChoice, request: Any, stock: Any, late_index: Any) -> Any:
+    """The engine of a request, chosen by Algorithm 1 and booked by vLLM's own method `stock`."""
+    num_engines = len(client.core_engines)
+    if num_engines != choice.selector.num_engines:
+        raise RuntimeError(f"{num_engines} engines, {choice.selector.num_engines} at the start: elastic EP")
+    known = client.reqs_in_flight.get(request.request_id)
+    pinned = client.core_engines.index(known) if known is not None else request.data_parallel_rank
+    if pinned is None:
+        pinned = late_index(request.pooling_params, num_engines)
+    if pinned is not None and not 0 <= pinned < num_engines:
+        return stock(client, request)  # a rank that does not exist: vLLM's own answer to it
+    asked = request.data_parallel_rank
+    request.data_parallel_rank = choice.choose(request, pinned).engine
+    try:
+        return stock(client, request)
+    finally:
+        request.data_parallel_rank = asked
 
 
 def check() -> None:
@@ -146,50 +180,34 @@ def install() -> None:
 
     def client_init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
-        if traffic_travels(config_for(vllm_config)):
-            self._gimbal_choice = EngineChoice(
-                vllm_config, len(self.core_engines), self.client_index, self.eng_start_index
+        if reports_travel(config_for(vllm_config)):
+            ranks, client, first = self.engine_ranks_managed, self.client_index, self.eng_start_index
+            self._gimbal_choice = Fuse("engine-choice").run(
+                lambda: EngineChoice(vllm_config, ranks, client, first), lambda: None
             )
-
-    def choose(self: Any, choice: EngineChoice, request: Any) -> Any:
-        if choice.selector.num_engines != len(self.core_engines):
-            choice.resize(len(self.core_engines))
-        known = self.reqs_in_flight.get(request.request_id)
-        pinned = self.core_engines.index(known) if known is not None else request.data_parallel_rank
-        if pinned is None:
-            pinned = late_index(request.pooling_params, len(self.core_engines))
-        if pinned is not None and not 0 <= pinned < len(self.core_engines):
-            return stock(self, request)  # a rank that does not exist: vLLM's own answer to it
-        asked = request.data_parallel_rank
-        request.data_parallel_rank = choice.choose(request, pinned).engine
-        try:
-            return stock(self, request)
-        finally:
-            request.data_parallel_rank = asked
 
     def get_core_engine_for_request(self: Any, request: Any) -> Any:
         choice = vars(self).get("_gimbal_choice")
         if choice is None or not choice.config.chooses_engines:
             return stock(self, request)
-        return choice.fuse.run(lambda: choose(self, choice, request), lambda: stock(self, request))
+        return choice.fuse.run(
+            lambda: _choose(self, choice, request, stock, late_index), lambda: stock(self, request)
+        )
 
     async def process_engine_outputs(self: Any, outputs: Any) -> None:
         choice = vars(self).get("_gimbal_choice")
         if choice is not None:
-            for request_id in outputs.finished_requests or ():
-                choice.release(request_id)
-            for (
-                output
-            ) in outputs.outputs:  # a request that failed before it was admitted is reported here only
-                if output.finish_reason is not None:
-                    choice.release(output.request_id)
+            choice.release_all(outputs.finished_requests or ())
+            # A request that failed before it was admitted is reported here only.
+            choice.release_all(
+                output.request_id for output in outputs.outputs if output.finish_reason is not None
+            )
         await process_outputs(self, outputs)
 
     async def abort_requests_async(self: Any, request_ids: list[str]) -> None:
         choice = vars(self).get("_gimbal_choice")
         if choice is not None:
-            for request_id in request_ids:
-                choice.release(request_id)
+            choice.release_all(request_ids)
         await abort(self, request_ids)
 
     client_class.__init__ = client_init

@@ -2,67 +2,68 @@
 
 vLLM asks its policy for a new slot map with the experts' total loads; this one looks at the closed window's source
 matrix and the current slots instead. It runs on every rank (in asynchronous EPLB on the transfer thread), on the
-same bytes, and returns the same bytes. In mode `off` with `observe` it measures and lets vLLM's own policy decide.
+same bytes, and returns the same bytes; the ranks compare what they came to, and unless all agree vLLM's own policy
+decides on all of them. In mode `off` with `observe` it measures and lets vLLM's own policy decide.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from gimbal_kernels.topology import Topology
 
 from ..balancer import Balancer, moved_copies, save_window
-from .guard import Fuse, Hook, expect, logger, warn_once
-from .source_rows import ModelTraffic, SourceRows, rows_of_this_process
+from .guard import Fuse, Hook, HookMismatch, expect, logger, warn_once
+from .model_traffic import ModelTraffic
+from .source_rows import SourceRows, rows_of_this_process
 
 MODULE = "vllm.distributed.eplb.policy"
 _fuse = Fuse("eplb-policy")
 _report_fuse = Fuse("placement-report")
 
 
-def _take_traffic(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraffic, torch.Tensor] | None:
+def take_traffic(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraffic, torch.Tensor] | None:
     """The closed window that belongs to this call; vLLM asks for one model after the other."""
-    for model in rows.all():
+    for model in rows.counted():
         if model.closed and tuple(model.closed[0].shape[::2]) == (layers, experts):
             return model, model.closed.popleft()
     return None
 
 
-def _bytes_per_expert(model: ModelTraffic) -> int:
-    """Of all per-expert tensors of one layer together."""
-    weights = model.state.model.expert_weights[0]
-    return sum(tensor[0].numel() * tensor.element_size() for tensor in weights)
+def balancer_for(rows: SourceRows, num_slots: int, nodes: int) -> Balancer:
+    """Ranks in node order, sources on consecutive ranks; `nodes` that do not divide the ranks count as one."""
+    num_ranks = rows.place.num_ranks
+    nodes = nodes if num_ranks % nodes == 0 else 1
+    topology = Topology.grid(nodes=nodes, gpus_per_node=num_ranks // nodes, sources=rows.place.num_sources)
+    return Balancer(rows.config, topology, num_slots // num_ranks)
 
 
-def decide(rows: SourceRows, model: ModelTraffic, traffic: Any, current: Any, nodes: int, stock: Any) -> Any:
-    """New slots [L, P] from the closed window; keeps the figures and saves the window where asked.
-
-    Args:
-        traffic: [L, S, E] picks.
-        current: [L, P] slots in force.
-        nodes: that the ranks are spread over, evenly.
-        stock: returns vLLM's own answer, an array [L, P].
-    """
-    config, place = rows.config, rows.place
-    slots_per_rank = current.shape[1] // place.num_ranks
-    topology = Topology.grid(nodes=nodes, gpus_per_node=place.num_ranks // nodes, sources=place.num_sources)
-    balancer = Balancer(config, topology, slots_per_rank)
-    if not config.places_experts:
-        slots = stock()
-    elif current.shape[1] != traffic.shape[2] and config.method == "paper":
+def decide(rows: SourceRows, balancer: Balancer, traffic: Any, current: Any) -> Any | None:
+    """New slots [L, P] from a closed window [L, S, E] and the slots in force [L, P]; None: vLLM is to decide."""
+    if not rows.config.places_experts:
+        return None
+    if current.shape[1] != traffic.shape[2] and rows.config.method == "paper":
         warn_once("Gimbal: spare slots are not placed by method 'paper'; vLLM's own policy decides")
-        slots = stock()
-    else:
-        slots = balancer.decide(traffic, current)
-    # Apart from the decision: a full disk on one rank must not make that rank decide otherwise than the others.
-    _report_fuse.run(lambda: _report(rows, model, balancer, traffic, current, slots), lambda: None)
-    return slots
+        return None
+    return balancer.decide(traffic, current)
 
 
-def _report(
+def agreed(slots: Any | None, group: Any) -> bool:
+    """Whether every rank of `group` came to the same slots; a collective on the host, joined by every rank."""
+    digest = 0 if slots is None else zlib.crc32(np.ascontiguousarray(slots, dtype=np.int64).tobytes())
+    votes = torch.tensor([int(slots is not None), digest, -digest], dtype=torch.int64)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    has_slots, lowest, highest = votes.tolist()
+    return bool(has_slots) and lowest == -highest
+
+
+def report(
     rows: SourceRows, model: ModelTraffic, balancer: Balancer, traffic: Any, current: Any, slots: Any
 ) -> None:
     """Figures for the metrics, a line in the log and, where asked, the window's file."""
@@ -73,10 +74,9 @@ def _report(
     rows.count("experts_moved", moved)
     rows.count("bytes_moved", moved * _bytes_per_expert(model))
     rows.count("rearrangements", 1)
-    rows.count("windows", 1)
-    if rows.place.source or rows.place.tp_rank:
+    if not rows.place.is_first:
         return
-    index = int(rows.totals["windows"])
+    index = int(rows.totals["rearrangements"])
     logger.info(
         "Gimbal window %d: %d picks, remote share %.3f, max/mean %.3f, %d experts move",
         index,
@@ -89,10 +89,45 @@ def _report(
         save_window(rows.config.traffic_dir, index, traffic=traffic, current=current, slots=slots)
 
 
+def _bytes_per_expert(model: ModelTraffic) -> int:
+    """Of all per-expert tensors of one layer together."""
+    weights = model.state.model.expert_weights[0]
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in weights)
+
+
+def rebalance(
+    rows: SourceRows, shape: tuple[int, int], current: Any, nodes: int, stock: Callable[[], Any], group: Any
+) -> Any:
+    """Slots [L, P] for one model: ours if all ranks came to the same, else vLLM's own.
+
+    Args:
+        shape: L, E of the model.
+        current: [L, P] slots in force on the host.
+        stock: vLLM's own answer.
+        group: host process group of all ranks.
+    """
+
+    def ours() -> tuple[Any, ...] | None:
+        taken = take_traffic(rows, *shape)
+        if taken is None:
+            return None
+        model, traffic = taken[0], taken[1].cpu().numpy()
+        balancer = balancer_for(rows, current.shape[1], nodes)
+        return decide(rows, balancer, traffic, current), model, balancer, traffic
+
+    result = _fuse.run(ours, lambda: None)
+    well = not (rows.fuse.blown or _fuse.blown)
+    slots = result[0] if result is not None and well else None
+    chosen = slots if agreed(slots, group) else stock()
+    if result is not None and result[1] is rows.main():
+        _, model, balancer, traffic = result
+        _report_fuse.attempt(report, rows, model, balancer, traffic, current, chosen)
+    return chosen
+
+
 def _install() -> None:
     policies = expect(MODULE, "EPLB_POLICIES")
     base = expect(MODULE, "AbstractEplbPolicy")
-    state_policies = expect("vllm.distributed.eplb.eplb_state", "EPLB_POLICIES")
     stock_class = policies["default"]
     parameters = [
         "weight",
@@ -103,8 +138,9 @@ def _install() -> None:
         "old_global_expert_indices",
     ]
     expect(MODULE, "DefaultEplbPolicy.rebalance_experts", ["cls", *parameters])
-    if state_policies is not policies:
-        raise AttributeError("eplb_state looks its policies up in another table")
+    eplb_group = expect("vllm.distributed.parallel_state", "get_eplb_group")
+    if expect("vllm.distributed.eplb.eplb_state", "EPLB_POLICIES") is not policies:
+        raise HookMismatch("eplb_state looks its policies up in another table")
 
     class GimbalPolicy(base):  # type: ignore[misc, valid-type]
         @classmethod
@@ -117,28 +153,20 @@ def _install() -> None:
             num_ranks: int,
             old_global_expert_indices: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            def stock() -> torch.Tensor:
-                return stock_class.rebalance_experts(  # type: ignore[no-any-return]
+            def stock() -> Any:
+                return stock_class.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
-                )
+                ).numpy()
 
-            def ours() -> torch.Tensor:
-                rows = rows_of_this_process()
-                taken = None if rows is None else _take_traffic(rows, *weight.shape)
-                old = old_global_expert_indices
-                # No window: a profiling call. Another shape: elastic EP is changing the number of ranks.
-                if rows is None or taken is None or old is None or num_ranks != rows.place.num_ranks:
-                    return stock()
-                model, traffic = taken
-                if tuple(old.shape) != (weight.shape[0], num_replicas) or bool((old < 0).any()):
-                    return stock()
-                nodes = num_nodes if num_ranks % num_nodes == 0 else 1
-                slots = decide(
-                    rows, model, traffic.cpu().numpy(), old.cpu().numpy(), nodes, lambda: stock().numpy()
-                )
-                return torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
-
-            return _fuse.run(ours, stock)
+            rows = rows_of_this_process()
+            old = old_global_expert_indices
+            # The same on all ranks: settings were compared at start-up, windows are closed at the same step.
+            if rows is None or not rows.joint or old is None:
+                slots = stock()
+            else:
+                shape = (int(weight.shape[0]), int(weight.shape[1]))
+                slots = rebalance(rows, shape, old.cpu().numpy(), num_nodes, stock, eplb_group().cpu_group)
+            return torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
 
     policies["default"] = GimbalPolicy
 

@@ -106,7 +106,7 @@ def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[
 class Fuse:
     """Keeps an error of ours from becoming vLLM's: the first one is logged, then the hook stands aside.
 
-    Use as `fuse.run(ours, otherwise)`: the result of `ours()`, or of `otherwise()` once anything went wrong.
+    `run(ours, otherwise)` gives the result of `ours()`, or of `otherwise()` once anything went wrong.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,6 +120,14 @@ class Fuse:
             except Exception:
                 self.blow()
         return otherwise()
+
+    def attempt(self, ours: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Calls `ours(*args, **kwargs)`, or does nothing once anything went wrong."""
+        if not self.blown:
+            try:
+                ours(*args, **kwargs)
+            except Exception:
+                self.blow()
 
     def blow(self) -> None:
         """Logs the exception being handled and takes the hook out of service."""

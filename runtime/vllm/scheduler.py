@@ -41,6 +41,7 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
 
     def __init__(self, *, age_limit: float, block_size: int, uncached_tokens: Callable[[Any], int]) -> None:
         # Requests carry the wall-clock time at which the API server received them.
+        self._taken: dict[str, _Waiting] = {}  # popped in this scheduling pass
         self._queue: ShortestPrefillQueue[_Waiting] = ShortestPrefillQueue(
             age_limit=age_limit, clock=time.time, block_size=block_size
         )
@@ -61,12 +62,17 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         for request in requests:
             self.prepend_request(request)
+        self._taken.clear()
 
     def peek_request(self) -> Any:
         return self._queue.peek().request
 
     def pop_request(self) -> Any:
-        return self._leave(self._queue.pop())
+        entry = self._queue.pop()
+        if len(self._taken) >= 1024:  # a long run of requests that were all started
+            self._taken.clear()
+        self._taken[entry.request.request_id] = entry
+        return self._leave(entry)
 
     def remove_request(self, request: Any) -> None:
         entry = self._entries[request.request_id]
@@ -89,7 +95,11 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
         return (entry.request for entry in self._queue)
 
     def _enter(self, request: Any) -> _Waiting:
-        entry = _Waiting(request, self._uncached_tokens(request), request.arrival_time)
+        # One that was only passed over is not looked up in the prefix cache again, step after step.
+        taken = self._taken.pop(request.request_id, None)
+        passed_over = taken is not None and request.status != RequestStatus.PREEMPTED
+        size = taken.prefill_tokens if taken is not None and passed_over else self._uncached_tokens(request)
+        entry = _Waiting(request, size, request.arrival_time)
         self._entries[request.request_id] = entry
         self.prefill_tokens += entry.prefill_tokens
         return entry
@@ -110,7 +120,11 @@ class _ShortestPrefillFirst:
             logger.warning("Gimbal: vLLM's '%s' policy is on; the queue stays vLLM's", scheduler.policy.value)
             return
         self._prefix_fuse = Fuse("queue-prefix-lookup")
-        scheduler.waiting = WaitingQueue(
+        scheduler.waiting = Fuse("queue").run(self._waiting_queue, lambda: scheduler.waiting)
+
+    def _waiting_queue(self) -> WaitingQueue:
+        scheduler: Any = self
+        return WaitingQueue(
             age_limit=config_for(scheduler.vllm_config).age_limit,
             block_size=scheduler.block_size,
             uncached_tokens=self._uncached_tokens,

@@ -5,217 +5,109 @@ Around every real forward pass the rank's recorded load is read off vLLM's count
 logical experts and added to its DP group's row of a `TrafficWindow`. When vLLM rearranges, which all ranks do at
 the same step, the window is closed: one all-reduce gives every rank the same [L, S, E].
 
-The tokens of a DP group are counted once: its TP ranks route the same tokens, so the first one's row is kept;
-under sequence-parallel MoE they route slices, which add up, less the rows that pad the last slice.
+Layouts and models where routing does not precede dispatch are not counted, and a warning says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gimbal_kernels.counting import TrafficWindow
-
 from ..balancer import save_rest
 from ..config import GimbalConfig
-from .guard import Fuse, Hook, expect
+from .guard import Fuse, Hook, HookMismatch, expect, patch, warn_once
+from .model_traffic import ModelTraffic
+from .rank_place import RankPlace, place_of_this_rank, reason_not_to_count, reason_not_to_count_model
 from .settings import config_for
 
 STATE = "vllm.distributed.eplb.eplb_state"
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Where one EP rank stands: its DP group (the source), and which of that group's tokens it routes."""
-
-    source: int
-    num_sources: int
-    num_ranks: int
-    tp_rank: int
-    tp_size: int
-    sequence_parallel: bool
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank's picks go into its source's row."""
-        return self.sequence_parallel or self.tp_rank == 0
-
-    def own_tokens(self, num_tokens: int) -> int:
-        """How many of its group's `num_tokens` unpadded tokens this rank routes."""
-        if not self.sequence_parallel:
-            return num_tokens
-        slice_length = -(-num_tokens // self.tp_size)
-        return max(0, min(slice_length, num_tokens - self.tp_rank * slice_length))
-
-
-def place_of_this_rank(parallel_config: Any) -> RankPlace:
-    """Reads the rank's place from vLLM's groups; ranks of a DP group are consecutive in the EP group."""
-    ep_group = expect("vllm.distributed.parallel_state", "get_ep_group")()
-    num_ranks, num_sources = ep_group.world_size, parallel_config.data_parallel_size
-    if num_ranks % num_sources:
-        raise ValueError(f"{num_ranks} EP ranks do not divide among {num_sources} DP groups")
-    tp_size = num_ranks // num_sources
-    return RankPlace(
-        source=ep_group.rank_in_group // tp_size,
-        num_sources=num_sources,
-        num_ranks=num_ranks,
-        tp_rank=ep_group.rank_in_group % tp_size,
-        tp_size=tp_size,
-        sequence_parallel=bool(parallel_config.use_sequence_parallel_moe),
-    )
-
-
-class ModelTraffic:
-    """Source rows of one model on one rank.
-
-    Args:
-        state: vLLM's EplbModelState.
-        place: of this rank.
-        group: the EP group's process group, over which windows and pressure are summed.
-        pressure_interval: steps between exchanges of rank loads.
-    """
-
-    def __init__(self, state: Any, place: RankPlace, group: Any, pressure_interval: int) -> None:
-        model = state.model
-        device = state.expert_load_pass.device
-        self.place = place
-        self.window = TrafficWindow(
-            model.num_moe_layers, place.num_sources, model.num_logical_experts, device=device, group=group
-        )
-        self.closed: deque[torch.Tensor] = deque()
-        self.figures: dict[str, float] = {}
-        self.state = state
-        self._group = group
-        self._before: torch.Tensor | None = None
-        self._pressure = RankLoads(place, device, group, pressure_interval, layers=model.num_moe_layers)
-
-    def before_forward(self) -> None:
-        """Notes the counters, so that what warm-up or dummy passes left in them is not counted.
-
-        A drafter runs several passes in a step: the first one counts from here.
-        """
-        if self._before is None:
-            self._before = self.state.expert_load_pass.clone()
-
-    def after_forward(self, *, is_dummy: bool) -> None:
-        """Adds the picks of the step that just ran to this rank's source row, unless it was a dummy."""
-        before, self._before = self._before, None
-        if is_dummy or before is None or not self.place.counts:
-            return
-        picks = self.state.expert_load_pass - before
-        row = self.window.counts[:, self.place.source]
-        slots = self.state.physical_to_logical_map
-        # Slots without an expert (elastic EP) hold -1 and are never routed to.
-        row.scatter_add_(1, slots.clamp_min(0).long(), torch.where(slots >= 0, picks, 0).to(row.dtype))
-        self._pressure.add(picks)
-
-    def end_step(self) -> None:
-        """Called in every step, dummy or not, on every rank at the same step: exchanges pressure when due."""
-        loads = self._pressure.end_step()
-        if loads:
-            self.figures = self.figures | loads
-
-    def close(self) -> None:
-        """Closes the window; its traffic waits in `closed` for the placement policy."""
-        self.closed.clear()
-        self.closed.append(self.window.close())
-
-
-class RankLoads:
-    """MoE pressure: picks that each rank's experts processed lately, as a decaying sum, one entry per engine.
-
-    Each rank knows where its own tokens went; the sum over ranks is what each rank received. The exchange is
-    read one interval late, so that an accelerator is never waited for.
-    """
-
-    DECAY = 0.5
-
-    def __init__(
-        self, place: RankPlace, device: torch.device, group: Any, interval: int, *, layers: int
-    ) -> None:
-        self._place, self._group, self._interval, self._layers = place, group, interval, layers
-        self._own = torch.zeros(place.num_ranks, dtype=torch.int64, device=device)
-        self._host = torch.zeros(place.num_ranks, dtype=torch.int64)
-        self._recent = torch.zeros(place.num_ranks, dtype=torch.float64)
-        self._steps = 0
-
-    def add(self, picks: torch.Tensor) -> None:
-        """picks: [L, P] of one forward pass."""
-        self._own += picks.reshape(picks.shape[0], self._place.num_ranks, -1).sum(
-            dim=(0, 2), dtype=torch.int64
-        )
-
-    def end_step(self) -> dict[str, float]:
-        """The figures `pressure_<engine>` (picks per layer) and `pressure_step` when an exchange was read."""
-        self._steps += 1
-        if self._steps % self._interval:
-            return {}
-        self._recent = self.DECAY * self._recent + self._host.double() / max(1, self._layers)
-        total = self._own.clone()
-        self._own.zero_()
-        dist.all_reduce(total, group=self._group)
-        self._host.copy_(total, non_blocking=True)
-        per_engine = self._recent.reshape(self._place.num_sources, -1).sum(dim=1).tolist()
-        figures = {f"pressure_{engine}": load for engine, load in enumerate(per_engine)}
-        return figures | {"pressure_step": float(self._steps)}
+ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router"
+RECORD = "eplb_map_to_physical_and_record"
+# What all ranks must agree on: a rank with other settings would reduce at other steps or place otherwise.
+SHARED_SETTINGS = ("mode", "observe", "method", "alpha", "beta", "gamma", "pressure_interval")
 
 
 class SourceRows:
-    """All models of one rank (a main model, perhaps a drafter); kept on vLLM's EplbState."""
+    """All models of one rank (a main model, perhaps a drafter); kept on vLLM's EplbState.
 
-    def __init__(self, eplb_state: Any, config: GimbalConfig) -> None:
+    Args:
+        eplb_state: vLLM's.
+        config: the settings in force.
+        place: of this rank.
+        group: the EP group's process group.
+    """
+
+    def __init__(self, eplb_state: Any, config: GimbalConfig, place: RankPlace, group: Any) -> None:
         self.config = config
+        self.place = place
         self.fuse = Fuse("source-rows")
-        self.place = place_of_this_rank(eplb_state.parallel_config)
-        self._eplb_state = eplb_state
-        self._models: dict[int, ModelTraffic] = {}
-        self._rearranging_since: float | None = None
+        self.stood_aside = False
+        """All ranks have stopped counting, at the same step, because one of them could not go on."""
+        self.joint = False
+        """Whether all ranks closed a window at the last rearrangement, and so will compare placements."""
         self.totals: dict[str, float] = {}
         """Figures that only grow, and those of the last closed window; written by the placement policy."""
+        self._eplb_state = eplb_state
+        self._group = group
+        self._models: dict[int, ModelTraffic | None] = {}
+        self._rearranging_since: float | None = None
 
-    def of(self, model_state: Any) -> ModelTraffic:
-        """The traffic of one EplbModelState, created when first asked for."""
+    def of(self, model_state: Any) -> ModelTraffic | None:
+        """The traffic of one EplbModelState, made when first asked for; None if it cannot be counted."""
         key = id(model_state)
         if key not in self._models:
-            group = expect("vllm.distributed.parallel_state", "get_ep_group")().device_group
-            self._models[key] = ModelTraffic(model_state, self.place, group, self.config.pressure_interval)
+            reason = reason_not_to_count_model(model_state.model)
+            if reason is not None:
+                warn_once(f"Gimbal does not count {model_state.model_name}: {reason}")
+            self._models[key] = (
+                ModelTraffic(model_state, self.place, self._group, self.config.pressure_interval)
+                if reason is None
+                else None
+            )
         return self._models[key]
 
-    def all(self) -> list[ModelTraffic]:
-        return [self.of(state) for state in self._eplb_state.model_states.values()]
+    def counted(self) -> list[ModelTraffic]:
+        """Models that are counted, in vLLM's order."""
+        if self.stood_aside:
+            return []
+        models = [self.of(state) for state in self._eplb_state.model_states.values()]
+        return [model for model in models if model is not None]
+
+    def main(self) -> ModelTraffic | None:
+        """The model whose figures are reported; a drafter is the smaller one."""
+        models = [model for model in self._models.values() if model is not None]
+        return max(models, key=lambda model: model.window.counts.numel(), default=None)
 
     def before_forward(self, model_key: str) -> None:
         """A forward pass of one model is about to run; `model_key` is vLLM's for it."""
         state = self._eplb_state.model_states.get(model_key)
-        if state is not None:
-            self.of(state).before_forward()
+        model = None if state is None or self.stood_aside else self.of(state)
+        if model is not None:
+            model.before_forward()
 
     def after_step(self, *, is_dummy: bool) -> None:
-        for traffic in self.all():
-            traffic.after_forward(is_dummy=is_dummy)
-            traffic.end_step()
+        """Counts the step that just ran; then, on every rank alike, exchanges loads when that is due."""
+        for model in self.counted():
+            self.fuse.attempt(model.after_forward, is_dummy=is_dummy)
+        well = [model.loads.end_step(well=not self.fuse.blown) for model in self.counted()]
+        if not all(well):
+            self.stood_aside = True
+            warn_once("Gimbal: a rank can no longer count; all ranks have stopped, vLLM's own policy decides")
 
     def close_windows(self) -> None:
+        """A collective on every rank; what a rank that is not well adds is not used, see the policy."""
         self._rearranging_since = time.perf_counter()
-        for traffic in self.all():
-            traffic.close()
-
-    def save_rest(self) -> None:
-        """Saves what this rank has counted since the last window was closed, where windows are saved."""
-        main = self._main()
-        if self.config.traffic_dir is None or main is None:
-            return
-        rank = self.place.source * self.place.tp_size + self.place.tp_rank
-        current = main.state.physical_to_logical_map.cpu().numpy()
-        save_rest(self.config.traffic_dir, rank, traffic=main.window.counts.cpu().numpy(), current=current)
+        # Noted here, at the same step on all ranks: the transfer thread asks for it at a time of its own.
+        self.joint = not self.stood_aside
+        for model in self.counted():
+            model.close()
 
     def note_finished(self) -> None:
-        """Adds up the time from the decision to the last layer's commit, once nothing is under way."""
+        """Adds up the time from a window's close to the last layer's commit, once nothing is under way."""
         states = self._eplb_state.model_states.values()
         if self._rearranging_since is None or any(state.rebalanced for state in states):
             return
@@ -223,16 +115,22 @@ class SourceRows:
         self._rearranging_since = None
 
     def count(self, name: str, amount: float) -> None:
+        """Adds to one of the totals."""
         self.totals[name] = self.totals.get(name, 0.0) + amount
 
     def figures(self) -> dict[str, float]:
         """All figures of this rank, for the engine's report."""
-        main = self._main()
-        return dict(self.totals) | (main.figures if main is not None else {})
+        main = self.main()
+        return self.totals | (main.loads.figures if main is not None else {})
 
-    def _main(self) -> ModelTraffic | None:
-        """The model whose pressure counts; a drafter is the smaller one."""
-        return max(self._models.values(), key=lambda model: model.window.counts.numel(), default=None)
+    def save_rest(self) -> None:
+        """Saves what this rank has counted since the last window was closed, where windows are saved."""
+        main = self.main()
+        if self.config.traffic_dir is None or main is None:
+            return
+        rank = self.place.source * self.place.tp_size + self.place.tp_rank
+        traffic = main.window.counts.cpu().numpy()
+        save_rest(self.config.traffic_dir, rank, traffic=traffic, current=main.current_slots())
 
 
 _of_this_process: SourceRows | None = None
@@ -248,51 +146,121 @@ def rows_of(eplb_state: Any) -> SourceRows | None:
     return vars(eplb_state).get("gimbal_rows")  # type: ignore[no-any-return]
 
 
+def start_counting(eplb_state: Any, config: GimbalConfig) -> None:
+    """Called while a worker starts, on every rank, whatever its settings.
+
+    Raises:
+        ValueError: the ranks have different settings.
+    """
+    global _of_this_process
+    reason = reason_not_to_count(eplb_state.parallel_config)
+    if reason is not None:
+        if config.counts_traffic:
+            warn_once(f"Gimbal does not count on this server: {reason}")
+        return
+    ep_group = expect("vllm.distributed.parallel_state", "get_ep_group")()
+    mine = {name: value for name, value in asdict(config).items() if name in SHARED_SETTINGS}
+    everyone: list[Any] = [None] * ep_group.world_size
+    dist.all_gather_object(everyone, mine, group=ep_group.cpu_group)
+    for rank, settings in enumerate(everyone):
+        if settings != mine:
+            raise ValueError(
+                f"Gimbal's settings: {mine} here, {settings} on EP rank {rank}; valid: the same on all"
+            )
+    if config.counts_traffic:
+        place = place_of_this_rank(eplb_state.parallel_config)
+        eplb_state.gimbal_rows = _of_this_process = SourceRows(
+            eplb_state, config, place, ep_group.device_group
+        )
+
+
+def _own_unpadded(load_view: torch.Tensor, num_unpadded: torch.Tensor | None, rows: int) -> Any:
+    """The count of unpadded rows that this rank's slice has, for the layer that `load_view` belongs to.
+
+    vLLM hands every TP rank the count of the whole group, also under sequence-parallel MoE.
+    """
+    all_rows = rows_of_this_process()
+    if all_rows is None or num_unpadded is None:
+        return num_unpadded
+    storage = load_view.untyped_storage().data_ptr()
+    for model in all_rows.counted():
+        if model.sequence_parallel and model.state.expert_load_pass.untyped_storage().data_ptr() == storage:
+            return all_rows.place.unpadded_rows(num_unpadded, rows)
+    return num_unpadded
+
+
+def _install_recording() -> None:
+    parameters = ["topk_ids", "expert_load_view", "logical_to_physical_map", "logical_replica_count"]
+    stock = expect(ROUTER, RECORD, [*parameters, "record_enabled", "num_unpadded_tokens"])
+
+    def record(
+        topk_ids: torch.Tensor,
+        expert_load_view: torch.Tensor,
+        logical_to_physical_map: torch.Tensor,
+        logical_replica_count: torch.Tensor,
+        record_enabled: torch.Tensor,
+        num_unpadded_tokens: torch.Tensor | None = None,
+    ) -> Any:
+        return stock(
+            topk_ids=topk_ids,
+            expert_load_view=expert_load_view,
+            logical_to_physical_map=logical_to_physical_map,
+            logical_replica_count=logical_replica_count,
+            record_enabled=record_enabled,
+            num_unpadded_tokens=_own_unpadded(expert_load_view, num_unpadded_tokens, topk_ids.shape[0]),
+        )
+
+    patch(ROUTER, RECORD, record)
+
+
+def _check() -> None:
+    for name in ("expert_load_pass", "physical_to_logical_map", "model_name", "rebalanced"):
+        if name not in expect(STATE, "EplbModelState").__dataclass_fields__:
+            raise HookMismatch(f"EplbModelState has no {name}")
+    runner = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+    expect(runner, "MoERunner.is_monolithic")
+    expect(runner, "MoERunner.do_naive_dispatch_combine")
+    expect("vllm.model_executor.layers.fused_moe.config", "FusedMoEConfig.is_sequence_parallel")
+
+
 def _install() -> None:
+    _check()
     state_class = expect(STATE, "EplbState")
     init = expect(STATE, "EplbState.__init__", ["self", "parallel_config", "device"])
     prepare = expect(STATE, "EplbState.prepare_forward", ["self", "model_config", "num_unpadded_tokens"])
     step = expect(STATE, "EplbState.step", ["self", "is_dummy", "is_profile", "log_stats"])
     rearrange = expect(STATE, "EplbState.rearrange", ["self", "is_profile"])
-    model_key = expect("vllm.config.utils", "compute_hash_cached")
     should_record = expect(STATE, "EplbState._should_record_current_step", ["self"])
+    model_key = expect("vllm.config.utils", "compute_hash_cached")
     current_config = expect("vllm.config", "get_current_vllm_config")
     worker_class = expect("vllm.v1.worker.gpu_worker", "Worker")
     stop_worker = expect("vllm.v1.worker.gpu_worker", "Worker.shutdown", ["self"])
-    for name in ("expert_load_pass", "physical_to_logical_map", "logical_to_physical_map"):
-        if name not in expect(STATE, "EplbModelState").__dataclass_fields__:
-            raise AttributeError(f"EplbModelState has no {name}")
+    _install_recording()
 
     def state_init(self: Any, parallel_config: Any, device: torch.device) -> None:
-        global _of_this_process
         init(self, parallel_config, device)
-        config = config_for(current_config())
-        if config.counts_traffic:
-            self.gimbal_rows = _of_this_process = SourceRows(self, config)
+        start_counting(self, config_for(current_config()))
 
-    def prepare_forward(
-        self: Any, model_config: Any, num_unpadded_tokens: int, ubatch_slices: Any = None
-    ) -> None:
+    def prepare_forward(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(self, model_config, *args, **kwargs)
         rows = rows_of(self)
-        own = num_unpadded_tokens if rows is None else rows.place.own_tokens(num_unpadded_tokens)
-        prepare(self, model_config, own, ubatch_slices)
         if rows is not None:
-            rows.fuse.run(lambda: rows.before_forward(model_key(model_config)), lambda: None)
+            rows.fuse.attempt(lambda: rows.before_forward(model_key(model_config)))
 
     def eplb_step(
         self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
     ) -> None:
         rows = rows_of(self)
         if rows is not None and not is_profile:
-            rows.fuse.run(lambda: rows.after_step(is_dummy=is_dummy), lambda: None)
+            rows.after_step(is_dummy=is_dummy)
         step(self, is_dummy, is_profile, log_stats)
         if rows is not None:
-            rows.fuse.run(rows.note_finished, lambda: None)
+            rows.note_finished()
 
     def eplb_rearrange(self: Any, is_profile: bool = False, *args: Any, **kwargs: Any) -> Any:
         rows = rows_of(self)
         if rows is not None and not is_profile:
-            rows.fuse.run(rows.close_windows, lambda: None)
+            rows.close_windows()
         return rearrange(self, is_profile, *args, **kwargs)
 
     def should_record_current_step(self: Any, log_stats: bool = False) -> bool:
@@ -301,9 +269,10 @@ def _install() -> None:
         return rows_of(self) is not None or should_record(self, log_stats)
 
     def shutdown(self: Any) -> None:
-        rows = rows_of_this_process()
+        global _of_this_process
+        rows, _of_this_process = _of_this_process, None
         if rows is not None:
-            rows.fuse.run(rows.save_rest, lambda: None)
+            rows.fuse.attempt(rows.save_rest)
         stop_worker(self)
 
     worker_class.shutdown = shutdown

@@ -20,7 +20,9 @@ def _attach(output: Any, empty: Any) -> None:
 
 def _install() -> None:
     worker = expect("vllm.v1.worker.gpu_worker", "Worker")
+    stock_execute = expect("vllm.v1.worker.gpu_worker", "Worker.execute_model", ["self", "scheduler_output"])
     stock_sample = expect("vllm.v1.worker.gpu_worker", "Worker.sample_tokens", ["self", "grammar_output"])
+    finished = expect("vllm.v1.outputs", "ModelRunnerOutput")
     scheduler = expect("vllm.v1.core.sched.scheduler", "Scheduler")
     stock_update = expect(
         "vllm.v1.core.sched.scheduler",
@@ -35,18 +37,23 @@ def _install() -> None:
 
         def get_output_with_figures() -> Any:
             result = get_output()
-            _fuse.run(lambda: _attach(result, empty), lambda: None)
+            _fuse.attempt(_attach, result, empty)
             return result
 
         output.get_output = get_output_with_figures
 
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock_sample(self, *args, **kwargs)
+    def with_figures(output: Any) -> Any:
         if isinstance(output, deferred):
-            _fuse.run(lambda: attach_later(output), lambda: None)
-        else:
-            _fuse.run(lambda: _attach(output, empty), lambda: None)
+            _fuse.attempt(attach_later, output)
+        elif isinstance(output, finished):
+            _fuse.attempt(_attach, output, empty)
         return output
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_figures(stock_execute(self, *args, **kwargs))  # a result only where nothing is sampled
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_figures(stock_sample(self, *args, **kwargs))
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         figures = getattr(model_runner_output, FIGURES, None)
@@ -54,6 +61,7 @@ def _install() -> None:
             self.gimbal_figures = figures
         return stock_update(self, scheduler_output, model_runner_output)
 
+    worker.execute_model = execute_model
     worker.sample_tokens = sample_tokens
     scheduler.update_from_output = update_from_output
 

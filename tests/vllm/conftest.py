@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "fixtures" / "tiny-qwen3-moe"
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 
 def load_prompts(count: int) -> list[str]:
     """The first `count` prompts of the fixture, domains mixed."""

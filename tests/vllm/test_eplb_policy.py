@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,36 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
+import torch.distributed as dist
 from gimbal_runtime.config import GimbalConfig
 from gimbal_runtime.vllm import eplb_policy
 from gimbal_runtime.vllm.guard import Fuse
-from gimbal_runtime.vllm.source_rows import RankPlace, SourceRows
+from gimbal_runtime.vllm.rank_place import RankPlace, reason_not_to_count, reason_not_to_count_model
+from gimbal_runtime.vllm.source_rows import SourceRows
 
 LAYERS, SOURCES, EXPERTS, RANKS = 2, 2, 8, 4
+STOCK = np.tile(np.arange(EXPERTS)[::-1], (LAYERS, 1))
 
 
-def make_rows(config: GimbalConfig, place: RankPlace | None = None) -> SourceRows:
-    """Source rows as they are on one rank, without process groups."""
-    rows = SourceRows.__new__(SourceRows)
-    rows.config = config
-    rows.place = place or RankPlace(
-        source=0, num_sources=SOURCES, num_ranks=RANKS, tp_rank=0, tp_size=2, sequence_parallel=True
-    )
-    rows.totals = {}
+def make_rows(config: GimbalConfig, rank: int = 0) -> SourceRows:
+    """Source rows as they are on one rank, without process groups; one model whose window is closed."""
+    place = RankPlace(rank // 2, SOURCES, RANKS, rank % 2, 2)
+    rows = SourceRows(SimpleNamespace(model_states={}), config, place, None)
+    rows.joint = True
     return rows
 
 
-def make_model() -> Any:
-    """Two tensors an expert: 3 x 4 float32 and 5 float32, 68 bytes."""
-    weights = [[torch.zeros(2, 3, 4), torch.zeros(2, 5)]]
-    return SimpleNamespace(state=SimpleNamespace(model=SimpleNamespace(expert_weights=weights)))
-
-
-@pytest.fixture
-def traffic() -> np.ndarray:
+def make_traffic() -> np.ndarray:
     """Source 0 picks the experts that live far from it, source 1 likewise."""
     picks = np.ones((LAYERS, SOURCES, EXPERTS), dtype=np.int64)
     picks[:, 0, 4:] = 100
@@ -46,75 +38,148 @@ def traffic() -> np.ndarray:
     return picks
 
 
-@pytest.fixture
-def current() -> np.ndarray:
+def add_model(rows: SourceRows, traffic: np.ndarray) -> Any:
+    """A model with a closed window; two tensors an expert: 3 x 4 and 5 float32, 68 bytes."""
+    weights = [[torch.zeros(2, 3, 4), torch.zeros(2, 5)]]
+    state = SimpleNamespace(model=SimpleNamespace(expert_weights=weights))
+    window = SimpleNamespace(counts=torch.zeros(traffic.shape))
+    model = SimpleNamespace(state=state, window=window, closed=deque([torch.from_numpy(traffic)]))
+    rows._models[id(state)] = model
+    rows._eplb_state.model_states[str(len(rows._models))] = state
+    return model
+
+
+def current_slots() -> np.ndarray:
     return np.tile(np.arange(EXPERTS), (LAYERS, 1))
+
+
+def decide(rows: SourceRows, traffic: np.ndarray, current: np.ndarray) -> Any:
+    return eplb_policy.decide(rows, eplb_policy.balancer_for(rows, current.shape[1], 1), traffic, current)
 
 
 @pytest.fixture(autouse=True)
 def fresh_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eplb_policy, "_report_fuse", Fuse("placement-report"))
+    monkeypatch.setattr(eplb_policy, "_fuse", Fuse("eplb-policy"))
 
 
-def no_stock() -> np.ndarray:
-    raise AssertionError("vLLM's own policy was asked")
-
-
-def test_experts_move_to_the_source_that_picks_them(traffic: np.ndarray, current: np.ndarray) -> None:
-    rows = make_rows(GimbalConfig(mode="ep", gamma=0.0))
-    slots = eplb_policy.decide(rows, make_model(), traffic, current, 1, no_stock)
+def test_experts_move_to_the_source_that_picks_them() -> None:
+    slots = decide(make_rows(GimbalConfig(mode="ep", gamma=0.0)), make_traffic(), current_slots())
     assert all(set(row[:4]) == {4, 5, 6, 7} for row in slots.tolist())
+
+
+def test_vllm_decides_when_only_observing_and_with_spare_slots() -> None:
+    assert decide(make_rows(GimbalConfig(mode="off", observe=True)), make_traffic(), current_slots()) is None
+    with_spare = np.tile(np.arange(12) % EXPERTS, (LAYERS, 1))
+    assert decide(make_rows(GimbalConfig(mode="ep")), make_traffic(), with_spare) is None
+
+
+def test_every_rank_decides_the_same() -> None:
+    config = GimbalConfig(mode="full", gamma=0.1)
+    decisions = [decide(make_rows(config, rank), make_traffic(), current_slots()) for rank in range(RANKS)]
+    assert len({np.ascontiguousarray(slots, dtype=np.int64).tobytes() for slots in decisions}) == 1
+
+
+def run_rank(rank: int, folder: Path, scenario: str, results: Any) -> None:
+    """One of two ranks asks the policy; rank 1 is the odd one out."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    config = GimbalConfig(mode="ep", gamma=0.0)
+    rows = make_rows(config, rank=2 * rank)
+    add_model(rows, make_traffic())
+    if rank == 1 and scenario == "fails":
+        eplb_policy.decide = lambda *_: 1 / 0  # type: ignore[assignment]
+    if rank == 1 and scenario == "cannot count":
+        rows.fuse.blown = True
+    if rank == 1 and scenario == "differs":
+        eplb_policy.decide = lambda *_: np.roll(STOCK, 1, axis=1)  # type: ignore[assignment]
+    if rank == 1 and scenario == "disk full":
+        (folder / "file").write_text("in the way of a folder")
+        object.__setattr__(config, "traffic_dir", str(folder / "file"))
+    shape = (LAYERS, EXPERTS)
+    slots = eplb_policy.rebalance(rows, shape, current_slots(), 1, lambda: STOCK, dist.group.WORLD)
+    results.put((rank, np.asarray(slots).tolist()))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "is_ours"),
+    [("well", True), ("disk full", True), ("fails", False), ("cannot count", False), ("differs", False)],
+)
+def test_ranks_end_up_with_one_map(tmp_path: Path, scenario: str, is_ours: bool) -> None:
+    """If one rank fell back on its own, the maps would differ and tokens go to the wrong experts."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path, scenario, results)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    slots = dict(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert slots[0] == slots[1]
+    assert (slots[0] != STOCK.tolist()) == is_ours
+
+
+def test_report_counts_moves_and_bytes(tmp_path: Path) -> None:
+    rows = make_rows(GimbalConfig(mode="ep", traffic_dir=str(tmp_path)))
+    traffic, current = make_traffic(), current_slots()
+    model = add_model(rows, traffic)
+    balancer = eplb_policy.balancer_for(rows, EXPERTS, 1)
+    eplb_policy.report(rows, model, balancer, traffic, current, STOCK)
     assert rows.totals["experts_moved"] == LAYERS * EXPERTS
     assert rows.totals["bytes_moved"] == LAYERS * EXPERTS * 68
     assert rows.totals["remote_pick_share"] == pytest.approx(100 / 101)
     assert rows.totals["picks"] == traffic.sum()
+    [saved] = tmp_path.glob("window-*.npz")
+    assert np.array_equal(np.load(saved)["slots"], STOCK)
 
 
-def test_observing_asks_vllm_and_measures(traffic: np.ndarray, current: np.ndarray) -> None:
-    rows = make_rows(GimbalConfig(mode="off", observe=True))
-    slots = eplb_policy.decide(rows, make_model(), traffic, current, 1, lambda: current)
-    assert slots is current
-    assert rows.totals["experts_moved"] == 0
-    assert rows.totals["windows"] == 1
-
-
-def test_spare_slots_are_left_to_vllm(traffic: np.ndarray) -> None:
-    with_spare = np.tile(np.arange(12) % EXPERTS, (LAYERS, 1))
+def test_a_drafter_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eplb_policy, "agreed", lambda slots, group: slots is not None)
     rows = make_rows(GimbalConfig(mode="ep"))
-    assert eplb_policy.decide(rows, make_model(), traffic, with_spare, 1, lambda: with_spare) is with_spare
-
-
-def test_every_rank_decides_the_same(traffic: np.ndarray, current: np.ndarray) -> None:
-    config = GimbalConfig(mode="full", gamma=0.1)
-    decisions = []
-    for rank in range(RANKS):
-        place = RankPlace(rank // 2, SOURCES, RANKS, rank % 2, 2, True)
-        slots = eplb_policy.decide(make_rows(config, place), make_model(), traffic, current, 1, no_stock)
-        decisions.append(np.ascontiguousarray(slots, dtype=np.int64).tobytes())
-    assert len(set(decisions)) == 1
-
-
-def test_a_full_disk_changes_no_decision(traffic: np.ndarray, current: np.ndarray, tmp_path: Path) -> None:
-    """Only one rank writes: if its failure made it fall back, the ranks' maps would differ."""
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way of a folder")
-    good = make_rows(GimbalConfig(mode="ep", gamma=0.0))
-    bad = make_rows(GimbalConfig(mode="ep", gamma=0.0, traffic_dir=str(blocked)))
-    expected = eplb_policy.decide(good, make_model(), traffic, current, 1, no_stock)
-    assert np.array_equal(eplb_policy.decide(bad, make_model(), traffic, current, 1, no_stock), expected)
-    assert eplb_policy._report_fuse.blown
+    add_model(rows, make_traffic())
+    draft = np.ones((1, SOURCES, EXPERTS), dtype=np.int64)
+    add_model(rows, draft)
+    for traffic, current in ((make_traffic(), current_slots()), (draft, current_slots()[:1])):
+        shape = (traffic.shape[0], EXPERTS)
+        eplb_policy.rebalance(rows, shape, current, 1, lambda current=current: current, None)
+    assert rows.totals["rearrangements"] == 1
+    assert rows.totals["picks"] == make_traffic().sum()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tp_rank", "own"),
-    [(6, 0, 3), (6, 1, 3), (5, 0, 3), (5, 1, 2), (1, 0, 1), (1, 1, 0), (0, 0, 0)],
+    ("tokens", "rows", "own"),
+    [
+        (50, 16, [16, 16, 16, 2]),  # 50 tokens, padded to 64, in four slices
+        (6, 2, [2, 2, 2, 0]),
+        (0, 4, [0, 0, 0, 0]),
+        (64, 16, [16, 16, 16, 16]),
+    ],
 )
-def test_slices_of_a_group_add_up(tokens: int, tp_rank: int, own: int) -> None:
-    place = RankPlace(0, SOURCES, RANKS, tp_rank, 2, sequence_parallel=True)
-    assert place.own_tokens(tokens) == own
+def test_padding_of_the_last_slices_is_no_token(tokens: int, rows: int, own: list[int]) -> None:
+    places = [RankPlace(0, 1, 4, tp_rank, 4) for tp_rank in range(4)]
+    assert [int(place.unpadded_rows(torch.tensor(tokens), rows)) for place in places] == own
 
 
-def test_repeated_tokens_are_kept_once() -> None:
-    places = [RankPlace(0, SOURCES, RANKS, tp_rank, 2, sequence_parallel=False) for tp_rank in (0, 1)]
-    assert [place.counts for place in places] == [True, False]
-    assert [place.own_tokens(7) for place in places] == [7, 7]
+def test_repeated_tokens_are_kept_once_and_slices_add_up() -> None:
+    places = [RankPlace(0, SOURCES, RANKS, tp_rank, 2) for tp_rank in (0, 1)]
+    assert [place.counts(sequence_parallel=False) for place in places] == [True, False]
+    assert [place.counts(sequence_parallel=True) for place in places] == [True, True]
+
+
+def test_layouts_that_cannot_be_counted_are_named() -> None:
+    usual = {"enable_elastic_ep": False, "prefill_context_parallel_size": 1}
+    assert reason_not_to_count(SimpleNamespace(**usual)) is None
+    assert "elastic" in str(reason_not_to_count(SimpleNamespace(**usual | {"enable_elastic_ep": True})))
+    assert "context" in str(
+        reason_not_to_count(SimpleNamespace(**usual | {"prefill_context_parallel_size": 2}))
+    )
+
+    def model(monolithic: bool, gathers: bool) -> Any:
+        layer = SimpleNamespace(is_monolithic=monolithic, do_naive_dispatch_combine=gathers)
+        return SimpleNamespace(moe_layers=[layer])
+
+    assert reason_not_to_count_model(model(False, False)) is None
+    assert "fused kernel" in str(reason_not_to_count_model(model(True, False)))
+    assert "gathered" in str(reason_not_to_count_model(model(False, True)))

@@ -1,0 +1,138 @@
+"""One model's source rows and rank loads on one rank.
+
+Work that can fail on one rank only (memory) is kept apart from collectives, which every rank joins in any case: a
+rank that has failed says so in the exchange, and all ranks stand aside at the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gimbal_kernels.counting import TrafficWindow
+
+from .rank_place import RankPlace
+
+
+class ModelTraffic:
+    """Source rows of one model on one rank.
+
+    Args:
+        state: vLLM's EplbModelState.
+        place: of this rank.
+        group: the EP group's process group, over which windows and loads are summed.
+        pressure_interval: steps between exchanges of rank loads.
+    """
+
+    def __init__(self, state: Any, place: RankPlace, group: Any, pressure_interval: int) -> None:
+        model = state.model
+        device = state.expert_load_pass.device
+        self.state = state
+        self.place = place
+        self.sequence_parallel = bool(model.moe_layers[0].moe_config.is_sequence_parallel)
+        self.window = TrafficWindow(
+            model.num_moe_layers, place.num_sources, model.num_logical_experts, device=device, group=group
+        )
+        self.closed: deque[torch.Tensor] = deque()
+        self.loads = RankLoads(place, device, group, pressure_interval, layers=model.num_moe_layers)
+        self._before: torch.Tensor | None = None
+
+    def before_forward(self) -> None:
+        """Notes the counters, so that what warm-up or dummy passes left in them is not counted.
+
+        A drafter runs several passes in a step: the first one counts from here.
+        """
+        if self._before is None:
+            self._before = self.state.expert_load_pass.clone()
+
+    def after_forward(self, *, is_dummy: bool) -> None:
+        """Adds the picks of the step that just ran to this rank's source row, unless it was a dummy."""
+        before, self._before = self._before, None
+        if is_dummy or before is None or not self.place.counts(sequence_parallel=self.sequence_parallel):
+            return
+        picks = self.state.expert_load_pass - before
+        row = self.window.counts[:, self.place.source]
+        row.scatter_add_(1, self.state.physical_to_logical_map.long(), picks.to(row.dtype))
+        self.loads.add(picks)
+
+    def close(self) -> None:
+        """Closes the window, a collective; its traffic waits in `closed` for the placement policy."""
+        self.closed.clear()
+        self.closed.append(self.window.close())
+
+    def current_slots(self) -> Any:
+        """The slot map in force, [L, P] on the host."""
+        return self.state.physical_to_logical_map.cpu().numpy()
+
+
+class RankLoads:
+    """MoE pressure: picks that each rank's experts processed lately, as a decaying sum, one entry per engine.
+
+    Each rank knows where its own tokens went; the sum over ranks is what each rank received. The exchange is
+    read one interval late, so that an accelerator is never waited for. Its last entry counts the ranks that are
+    well.
+
+    Args:
+        place: of this rank.
+        device: of the counters.
+        group: process group to sum over.
+        interval: steps between exchanges, the same on all ranks.
+        layers: L; loads are given per layer, in token-equivalents times top-k.
+    """
+
+    DECAY = 0.5
+
+    def __init__(
+        self, place: RankPlace, device: torch.device, group: Any, interval: int, *, layers: int
+    ) -> None:
+        self._place, self._group, self._interval, self._layers = place, group, interval, layers
+        self._own = torch.zeros(place.num_ranks + 1, dtype=torch.int64, device=device)
+        self._total = torch.zeros_like(self._own)
+        self._host = torch.zeros(place.num_ranks + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._recent = torch.zeros(place.num_ranks, dtype=torch.float64)
+        self._steps = 0
+        self.figures: dict[str, float] = {}
+        """`pressure_<engine>`, picks per layer, and `pressure_step`; empty before the second exchange."""
+
+    def add(self, picks: torch.Tensor) -> None:
+        """picks: [L, P] of one forward pass."""
+        per_rank = picks.reshape(picks.shape[0], self._place.num_ranks, -1).sum(dim=(0, 2), dtype=torch.int64)
+        self._own[:-1] += per_rank
+
+    def end_step(self, *, well: bool) -> bool:
+        """Called in every step, dummy or not, at the same step on every rank; a collective when it is due.
+
+        Args:
+            well: whether this rank still counts.
+
+        Returns:
+            False when some rank was not well at the last exchange: the same answer at the same step everywhere.
+        """
+        self._steps += 1
+        if self._steps % self._interval:
+            return True
+        all_well = self._read()
+        self._own[-1] = int(well)
+        self._total.copy_(self._own)
+        self._own.zero_()
+        dist.all_reduce(self._total, group=self._group)
+        self._host.copy_(self._total, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return all_well
+
+    def _read(self) -> bool:
+        """Takes in the exchange before this one."""
+        if self._steps == self._interval:
+            return True
+        if self._copied is not None:
+            self._copied.synchronize()  # recorded an interval ago
+        self._recent = self.DECAY * self._recent + self._host[:-1].double() / max(1, self._layers)
+        per_engine = self._recent.reshape(self._place.num_sources, -1).sum(dim=1).tolist()
+        self.figures = {f"pressure_{engine}": load for engine, load in enumerate(per_engine)}
+        self.figures["pressure_step"] = float(self._steps)
+        return int(self._host[-1]) == self._place.num_ranks
