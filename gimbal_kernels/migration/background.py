@@ -86,6 +86,8 @@ class BackgroundMigration:
 
         Raises:
             MigrationError: the migration was abandoned; what is not committed keeps its old placement.
+            Exception: what `on_commit` raised. The layers after this one are abandoned, but the next may be agreed
+                already: `step` is to be called on until it raises MigrationError or all is done.
             RuntimeError: the ranks are not in step, or the executor cannot be used any more.
         """
         if self.done:

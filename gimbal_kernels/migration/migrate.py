@@ -12,7 +12,7 @@ import torch
 from .executors.protocol import GENERATIONS, Executor
 from .plan import MigrationPlan
 from .schedule import Share, digest, share_out
-from .verdict import Reason, Verdict
+from .verdict import MigrationError, Reason, Verdict
 from .weights import ExpertWeights
 
 OnCommit = Callable[[int, Any], None]
@@ -68,16 +68,28 @@ def migrate(
     shares = prepare(plan, weights, executor)
     if shares:
         executor.enter(digest(plan))
-    for share in shares:
-        executor.stage(share, lambda _: None)
-        verdict = agree(executor, share)
-        if not verdict.commit:
-            raise executor.error(verdict)
+    failed: Exception | None = None
+    ready = 0
+    for wave in range(len(shares)):
+        # The next wave is staged before this one is agreed: by then the others are ready too, so nobody waits.
+        while failed is None and ready < min(wave + GENERATIONS, len(shares)):
+            try:
+                executor.stage(shares[ready], lambda _: None)
+                ready += 1
+            except MigrationError as error:
+                failed = error
+        if wave == ready:
+            break
+        # Whatever failed since: this rank said that it is ready, so the wave may be agreed, and then it commits.
         try:
-            commit(share, plan, weights, executor, on_commit)
-        except Exception:
-            abandon_from(executor, shares, share.wave + 1)
-            raise
+            callback = settle(shares, wave, plan, weights, executor, on_commit)
+        except MigrationError as error:
+            if failed is None or isinstance(failed, MigrationError):
+                failed = error  # the earliest wave's, which is the same on every rank
+            break
+        failed = failed or callback
+    if failed is not None:
+        raise failed
     return report(shares, weights, time.perf_counter() - start)
 
 
@@ -104,6 +116,34 @@ def prepare(
             f"valid: an executor with staging_bytes of at least {GENERATIONS * most * executor.row_bytes}"
         )
     return share_out(plan, rank=executor.rank, rows=executor.rows, max_layers=max_layers)
+
+
+def settle(
+    shares: list[Share],
+    wave: int,
+    plan: MigrationPlan,
+    weights: ExpertWeights,
+    executor: Executor,
+    on_commit: OnCommit | None,
+) -> Exception | None:
+    """Waits for the verdict about a wave that this rank has staged, and carries it out.
+
+    Returns:
+        What a callback raised, after the waves that are not agreed yet were abandoned.
+
+    Raises:
+        MigrationError: the wave was abandoned.
+    """
+    verdict = agree(executor, shares[wave])
+    if not verdict.commit:
+        abandon_from(executor, shares, wave + 1, verdict)
+        raise executor.error(verdict)
+    try:
+        commit(shares[wave], plan, weights, executor, on_commit)
+    except Exception as error:
+        abandon_from(executor, shares, wave + 1)
+        return error
+    return None
 
 
 def agree(executor: Executor, share: Share) -> Verdict:

@@ -14,7 +14,7 @@ from gimbal_kernels.migration import host as compiled
 
 pytestmark = pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 6, 12, 3
-VICTIM, TIMEOUT = 1, 1.0
+VICTIM, TIMEOUT = 1, 2.0
 
 
 def maps(count: int) -> list[np.ndarray]:

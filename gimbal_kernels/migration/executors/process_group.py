@@ -18,7 +18,7 @@ from .board import Board, Word
 from .protocol import GENERATIONS, Executor, PeerLost
 
 # Rounds whose sends and receives are posted together: enough to keep a link busy while the oldest is awaited.
-ROUNDS_IN_FLIGHT = 4
+ROUNDS_IN_FLIGHT = 16
 
 
 class StoreBoard(Board):

@@ -183,10 +183,11 @@ class Executor(ABC):
         return MigrationError(verdict)
 
     def check(self, wave: int) -> None:
-        """MigrationError if the wave was abandoned."""
-        word = self.board.decided(self.migration, wave)
-        if word is not None and not word & 1:
-            raise self.error(Verdict.decode(word))
+        """MigrationError if the wave was abandoned, or the one before, which may not be settled yet."""
+        for one in range(max(0, wave - GENERATIONS + 1), wave + 1):
+            word = self.board.decided(self.migration, one)
+            if word is not None and not word & 1:
+                raise self.error(Verdict.decode(word))
 
     def wait(self, missing: Callable[[], list[int]], wave: int, layer: int) -> None:
         """Until no rank is missing; MigrationError when one of them falls silent or the wave is abandoned."""
