@@ -93,7 +93,7 @@ def ways(rank: int, name: str, old: np.ndarray) -> dict:
         if way == "shared_memory":
             executor = SharedMemoryExecutor(weights, rank=rank, ranks=RANKS, name=name)
         else:
-            board = dist.PrefixStore("board", store)
+            board = serve_store(rank, store)
             executor = ProcessGroupExecutor(weights, group=dist.group.WORLD, store=board)
 
         def move(before, after, weights=weights, executor=executor):
@@ -104,6 +104,15 @@ def ways(rank: int, name: str, old: np.ndarray) -> dict:
         found[way] = (weights, move)
     found["vLLM in place, gloo"] = vllm_way(make_weights(rank, old))
     return found
+
+
+def serve_store(rank: int, store: dist.Store) -> dist.Store:
+    """A store as servers have it: rank 0 serves, the others find its port in the file."""
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False)
+        store.set("port", str(served.port))
+        return served
+    return dist.TCPStore("127.0.0.1", int(store.get("port")), RANKS, is_master=False, wait_for_workers=False)
 
 
 def vllm_way(weights: ExpertWeights) -> tuple:

@@ -24,9 +24,10 @@ ROUNDS_IN_FLIGHT = 16
 class StoreBoard(Board):
     """Numbers as keys of a torch.distributed store; a verdict is decided by its compare-and-set."""
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+    def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._told: set[tuple[Word, int]] = set()
         for word in Word:
             self.tell(word, 0)
 
@@ -35,7 +36,11 @@ class StoreBoard(Board):
 
     def ask(self, word: Word, rank: int) -> int:
         key = f"{rank}/{word.name}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        if (word, rank) not in self._told:  # a question for a key that is not there would wait for it
+            if not self._store.check([key]):
+                return 0
+            self._told.add((word, rank))
+        return int(self._store.get(key))
 
     def propose(self, migration: int, wave: int, body: int) -> int:
         return int(self._store.compare_set(self._key(migration, wave), "", str(body)))
@@ -95,7 +100,7 @@ class ProcessGroupExecutor(Executor):
             timeout=timeout,
         )
         self._group = group
-        self._store_board = StoreBoard(store, self.rank, self.ranks)
+        self._store_board = StoreBoard(store, self.rank)
         self.board = self._store_board
         self._told = 0.0
         self._kept = 0
