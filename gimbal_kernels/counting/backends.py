@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from . import host, reference
+from . import cuda, host, reference
 
-BACKENDS = ("torch", "host", "triton")
+BACKENDS = ("torch", "host", "triton", "cuda")
 
 
 def available_backends() -> dict[str, str]:
@@ -20,7 +20,7 @@ def available_backends() -> dict[str, str]:
     Returns:
         name -> "ready", or the reason why it cannot be used here.
     """
-    return {"torch": "ready", "host": host.status(), "triton": _triton_state()}
+    return {"torch": "ready", "host": host.status(), "triton": _triton_state(), "cuda": cuda.status()}
 
 
 def implementation(backend: str, topk_ids: Any) -> Callable[..., None]:
@@ -30,13 +30,13 @@ def implementation(backend: str, topk_ids: Any) -> Callable[..., None]:
         ValueError: an unknown backend, or one that cannot serve these tensors here, with the reason.
     """
     name = choose(backend, topk_ids)
-    if name == "host":
-        return host.map_and_count
-    if name == "torch":
-        return reference.map_and_count
-    from . import triton_kernels
+    modules: dict[str, Any] = {"torch": reference, "host": host, "cuda": cuda}
+    if name == "triton":
+        from . import triton_kernels
 
-    return triton_kernels.map_and_count
+        return triton_kernels.map_and_count
+    found: Callable[..., None] = modules[name].map_and_count
+    return found
 
 
 def choose(backend: str, topk_ids: Any) -> str:
@@ -49,7 +49,11 @@ def choose(backend: str, topk_ids: Any) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r}; valid: 'auto', {', '.join(map(repr, BACKENDS))}")
     state = "ready"
-    if backend == "host":
+    if backend == "cuda":
+        state = (
+            cuda.status() if topk_ids.is_cuda else f"topk_ids are on {topk_ids.device}, not on a CUDA device"
+        )
+    elif backend == "host":
         on_host = topk_ids.device.type == "cpu"
         state = host.status() if on_host else f"topk_ids are on {topk_ids.device}, not in host memory"
     elif backend == "triton":

@@ -50,8 +50,8 @@ def map_and_count(
         enabled: 0 or False maps without counting: a bool, an int, or a bool or integer tensor with one element on
             the same device. Absent: counting is on.
         out: where the result goes: shape, dtype and device of `topk_ids`; may be `topk_ids` itself.
-        backend: "torch", "host", "triton", or "auto": triton for CUDA tensors and the compiled host code for
-            tensors in host memory where they are there, torch otherwise.
+        backend: "torch", "host", "triton", "cuda", or "auto": triton for CUDA tensors and the compiled host code
+            for tensors in host memory where they are there, torch otherwise.
 
     Returns:
         Physical slots [T, K] in the dtype of `topk_ids`: `out` if given, else a new tensor.

@@ -204,8 +204,9 @@ def test_rows_of_all_sources_together_count_as_each_source_alone():
 
 def test_available_backends_says_why_not():
     states = available_backends()
-    assert set(states) == {"torch", "host", "triton"}
+    assert set(states) == {"torch", "host", "triton", "cuda"}
     assert states["torch"] == "ready"
+    assert states["cuda"] == "ready" or "cupy" in states["cuda"] or "CUDA" in states["cuda"]
     assert states["triton"] == "ready" or "CUDA" in states["triton"] or "installed" in states["triton"]
 
 
@@ -250,7 +251,7 @@ def call(**changes):
         ({"enabled": torch.tensor(1.0)}, "enabled: dtype torch.float32"),
         ({"out": torch.zeros(2, 2, dtype=torch.int64)}, "out: dtype torch.int64; valid: torch.int32"),
         ({"out": torch.zeros(2, 3, dtype=torch.int32)}, r"out: shape \[2, 3\]"),
-        ({"backend": "hip"}, "backend: 'hip'; valid: 'auto', 'torch', 'host', 'triton'"),
+        ({"backend": "hip"}, "backend: 'hip'; valid: 'auto', 'torch', 'host', 'triton', 'cuda'"),
     ],
 )
 def test_bad_input_names_the_argument(changes, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from counting_cases import CASES, Case, differences, prepare, run
 
-from gimbal_kernels.counting import ReplicaMap, TrafficWindow, add_backend_counts, map_and_count
+from gimbal_kernels.counting import ReplicaMap, TrafficWindow, add_backend_counts, cuda, map_and_count
 from gimbal_kernels.topology import Topology
 
 pytestmark = [
@@ -14,8 +14,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(cuda.status() != "ready", reason=cuda.status()))
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+
+@pytest.mark.parametrize("backend", ["torch", "triton", CUDA])
 def test_equal_to_the_reference_on_the_host(backend):
     serving = [Case("serving", tokens=t, source="blocks", sources=8, slots=160) for t in (1, 2048, 16_384)]
     for case in CASES + serving:
@@ -23,7 +25,7 @@ def test_equal_to_the_reference_on_the_host(backend):
         assert differences(host, device) == [], case.name
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "triton", CUDA])
 def test_reports_1_3_8_19_one_captured_graph_follows_its_device_inputs(backend):
     topology = Topology([[1.0, 1.0]])
     old, new = [[0, 1, 2, 3, 0, 1]], [[3, 2, 1, 0, 3, 2]]

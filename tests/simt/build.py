@@ -65,7 +65,7 @@ def build(
         watch: further files whose contents decide whether the cached program is still good.
         defines: macros, as "NAME=VALUE".
     """
-    flags = [*FLAGS, *SANITIZERS[sanitizer], *(f"-D{d}" for d in defines), *(f"-I{f}" for f in include)]
+    flags = [*FLAGS, *SANITIZERS[sanitizer], *(f"-D{d}" for d in defines)]
     runtime = HERE / "simt_runtime.cpp"
     digest = hashlib.sha256(" ".join([*compiler(), *flags]).encode())
     for path in (source, runtime, HERE / "simt.hpp", *watch):
@@ -76,7 +76,8 @@ def build(
         part = program.with_suffix(f".{os.getpid()}")
         plain = [*compiler(), *FLAGS, "-O2", "-c", str(runtime), "-o", f"{part}.o"]
         subprocess.run(plain, check=True)
-        subprocess.run([*compiler(), *flags, str(source), f"{part}.o", "-o", str(part)], check=True)
+        folders = [f"-I{folder}" for folder in include]
+        subprocess.run([*compiler(), *flags, *folders, str(source), f"{part}.o", "-o", str(part)], check=True)
         Path(f"{part}.o").unlink()
         part.replace(program)
     return program
