@@ -188,7 +188,7 @@ class Route:
     chunks: tuple[int, ...]
     ttft_prefill: float
     ttft_decode: float
-    reason: str
+    reason: str = field(default=PREFILL, kw_only=True)
 
 
 class DeflectionRouter:
@@ -234,15 +234,15 @@ class DeflectionRouter:
         if decode_node is not None and clearly:
             return self._deflect(DEFLECTED, prompt_tokens, uncached, decode_node, by_prefill, by_decode)
         if prefill_name is not None:
-            return Route(prefill_name, False, (), by_prefill, by_decode, PREFILL)
+            return Route(prefill_name, False, (), by_prefill, by_decode, reason=PREFILL)
         live = [place for place, node in enumerate(prefill_nodes) if node.live]
         if live:
             place = next((place for place in live if place >= self._next), live[0])
             self._next = place + 1
-            return Route(prefill_nodes[place].name, False, (), by_prefill, by_decode, IN_ORDER)
+            return Route(prefill_nodes[place].name, False, (), by_prefill, by_decode, reason=IN_ORDER)
         if decode_node is not None:  # late is better than never
             return self._deflect(ONLY_DECODE, prompt_tokens, uncached, decode_node, by_prefill, by_decode)
-        return Route(None, False, (), by_prefill, by_decode, NOWHERE)
+        return Route(None, False, (), by_prefill, by_decode, reason=NOWHERE)
 
     def reconsider(
         self, waiting: Sequence[tuple[int, int]], node: PrefillNode, decode_nodes: Sequence[DecodeNode]
@@ -276,7 +276,7 @@ class DeflectionRouter:
         self, reason: str, tokens: int, uncached: int, node: DecodeNode, by_prefill: float, by_decode: float
     ) -> Route:
         chunks = self.chunk_schedule(tokens, uncached, node)
-        return Route(node.name, True, chunks, by_prefill, by_decode, reason)
+        return Route(node.name, True, chunks, by_prefill, by_decode, reason=reason)
 
     def chunk_schedule(self, prompt_tokens: int, uncached_tokens: int, node: DecodeNode) -> tuple[int, ...]:
         """The chunks in which a decode node would compute a prompt: step by step the largest of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class IterationModel:
     c1: float
     c_pf: float
     c_attn: float
-    quality: FitQuality | None = None
+    quality: FitQuality | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("a", "c0", "c1", "c_pf", "c_attn"):
@@ -188,7 +188,8 @@ class IterationFitter:
         coefficients, squares = _nonnegative_least_squares(self._gram, self._moment, self._iterations)
         error = math.sqrt(max(0.0, squares) / self._iterations)
         a, c0, c1, c_pf, c_attn = (float(value) for value in coefficients)
-        return IterationModel(a, c0, c1, c_pf, c_attn, FitQuality(error, self._iterations, self._prefills))
+        quality = FitQuality(error, self._iterations, self._prefills)
+        return IterationModel(a, c0, c1, c_pf, c_attn, quality=quality)
 
 
 def _nonnegative_least_squares(gram: Any, moment: Any, total: float) -> tuple[Any, float]:

@@ -1,6 +1,6 @@
 """Times of one engine choice and one deflection decision, kept in bench/results/policies.json.
 
-`python bench/simulate/policies.py` runs the microbenchmarks bench/test_engine_select.py and bench/test_deflection.py.
+`python bench/simulate/policies.py` runs the microbenchmarks test_engine_select.py and test_deflection.py of bench/.
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def test_when_a_fit_is_good(samples: list[Iteration], good: bool) -> None:
 
 def test_given_coefficients_need_no_fit() -> None:
     assert TRUE.good
-    assert not IterationModel(1, 0, 0, 0, 0, FitQuality(error=0.2, iterations=500.0, prefills=500.0)).good
+    assert not IterationModel(
+        1, 0, 0, 0, 0, quality=FitQuality(error=0.2, iterations=500.0, prefills=500.0)
+    ).good
 
 
 @settings(max_examples=60, deadline=None)
