@@ -273,7 +273,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.only != "engines":
         rows = list(_counted(simulate_deflection(plan)))
         result["deflection"] = rows
-        print()
+        if "engines" in result:
+            print()
         _print_deflection(rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
