@@ -1,4 +1,8 @@
-"""Build: compiles csrc/ into one host library (always, when a C++ compiler is there) beside the Python packages."""
+"""Build: compiles csrc/ beside the Python packages.
+
+One host library when a C++ compiler is there, and one fatbin per folder with a device.cu when nvcc is there. The
+device sources are shipped too: without nvcc, NVRTC compiles them at first use.
+"""
 
 import os
 import shlex
@@ -25,15 +29,48 @@ HOST_FLAGS = [
     "-Wextra",
     "-pthread",
 ]
+DEVICE_SOURCES = sorted((ROOT / "csrc").glob("*/device.cu"))
+# -fmad=false: as on the host.
+DEVICE_FLAGS = ["-O3", "-std=c++17", "-fmad=false"]
+# Machine code for these, and PTX of the last for what comes later.
+ARCHITECTURES = ("80", "90", "100", "120")
 
 
 class BuildWithNative(build_py):
-    """Adds `gimbal_kernels/_native/libgimbal_host.so`; without a C++ compiler the numpy reference serves."""
+    """Adds `gimbal_kernels/_native`; without compilers the numpy and torch references serve."""
 
     def run(self) -> None:
         super().run()
         base = ROOT if self.editable_mode else Path(self.build_lib)
-        self.build_host(base / "gimbal_kernels" / "_native")
+        native = base / "gimbal_kernels" / "_native"
+        self.build_host(native)
+        self.build_device(native)
+        if not self.editable_mode:
+            self.copy_device_sources(native / "csrc")
+
+    def build_device(self, folder: Path) -> None:
+        compiler = shlex.split(os.environ.get("NVCC", "nvcc"))
+        if shutil.which(compiler[0]) is None:
+            print(f"gimbal: no CUDA compiler ({compiler[0]}): NVRTC compiles the device kernels at first use")
+            return
+        listed = subprocess.run(
+            [*compiler, "--list-gpu-arch"], capture_output=True, text=True, check=True
+        ).stdout
+        known = [arch for arch in ARCHITECTURES if f"compute_{arch}" in listed.split()]
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
+        codes.append(f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in DEVICE_SOURCES:
+            target = folder / f"{source.parent.name}.fatbin"
+            command = [*compiler, "-fatbin", *DEVICE_FLAGS, *codes, f"-I{ROOT / 'csrc'}", str(source)]
+            subprocess.run([*command, "-o", str(target)], check=True)
+
+    def copy_device_sources(self, folder: Path) -> None:
+        for source in DEVICE_SOURCES:
+            for path in [source, *source.parent.glob("*.cuh")]:
+                target = folder / path.relative_to(ROOT / "csrc")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
 
     def build_host(self, folder: Path) -> None:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
