@@ -48,7 +48,7 @@ std::size_t thread_count(std::size_t layers, const Shape& shape, std::int32_t re
 }  // namespace
 
 // Bumped whenever the signature or the meaning of an argument changes.
-extern "C" std::int32_t gimbal_placement_abi() { return 2; }
+extern "C" std::int32_t gimbal_placement_abi() { return 3; }
 
 // shape: layers, sources, experts, ranks, slots per rank. traffic: [layers, sources, experts]. distance: [sources,
 // ranks]. current: [layers, slots] or null. weights: alpha, beta, gamma. slots: [layers, slots], written.
@@ -88,4 +88,21 @@ extern "C" std::int32_t gimbal_placement_portfolio(const std::int64_t* shape, co
   const std::size_t wanted = threads > 0 ? static_cast<std::size_t>(threads)
                                          : std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
   return for_each_layer(batch.layers, wanted, body) ? 0 : 1;
+}
+
+// Lower bounds on the cost of each layer, one copy per expert. shape: the first six of gimbal_placement_portfolio, then
+// nodes and whether to lift. upper: [layers] costs of placements that exist, or infinity. bound: [layers], written.
+extern "C" std::int32_t gimbal_placement_bound(const std::int64_t* shape, const double* traffic, const double* distance,
+                                               const double* window_loads, const double* window_weights,
+                                               const std::int32_t* current, const double* weights, const double* upper,
+                                               double* bound) {
+  const auto size = [&](int i) { return static_cast<std::size_t>(shape[i]); };
+  const Batch batch{{size(1), size(2), size(3), size(4)}, size(0), size(5), traffic, distance, window_loads,
+                    window_weights, current};
+  const auto body = [&](std::size_t l) {
+    bound[l] = bound_layer(batch, l, {weights[0], weights[1], weights[2]}, shape[7] != 0, static_cast<int>(shape[6]),
+                           upper[l]);
+  };
+  const std::size_t threads = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
+  return for_each_layer(batch.layers, threads, body) ? 0 : 1;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "placement/branch.hpp"
 #include "placement/parallel.hpp"
 #include "placement/portfolio.hpp"
 #include "placement/slots.hpp"
@@ -35,6 +36,18 @@ inline void place_portfolio_layer(const Batch& batch, std::size_t l, const Weigh
   RankSets held(layer.shape);
   for (std::size_t e = 0; e < layer.shape.experts; ++e) held.add(static_cast<std::size_t>(ranks[e]), e);
   slots_in_ranks(layer, held, slots);
+}
+
+// A lower bound on the cost of a layer; `upper`: the cost of a placement that exists.
+inline double bound_layer(const Batch& batch, std::size_t l, const Weights& weights, bool lift, int nodes, double upper) {
+  const Layer layer = batch.layer(l);
+  const double* loads[kMaxWindows];
+  for (std::size_t k = 0; k < batch.windows; ++k)
+    loads[k] = batch.loads + (k * batch.layers + l) * batch.shape.experts;
+  Prepared prepared;
+  if (!prepared.build(layer, {batch.windows, loads, batch.window_weights}, weights, 0)) return 0.0;
+  const BoundLayer exact = prepared.for_bound(layer.shape, weights, layer.current != nullptr);
+  return Branching(exact, lift, upper).run(nodes);
 }
 
 }  // namespace gimbal::placement

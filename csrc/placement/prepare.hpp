@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "placement/bound.hpp"
 #include "placement/layer.hpp"
 #include "placement/search.cuh"
 
@@ -41,6 +42,29 @@ class Prepared {
   }
 
   const View& view() const { return view_; }
+
+  // The same layer in float64, for the lower bound. With several windows the loads are their weighted mean: a square of
+  // a mean is at most the mean of the squares, so a bound for it is one for the layer.
+  BoundLayer for_bound(const Shape& shape, const Weights& weights, bool placed) const {
+    BoundLayer out{view_.experts, view_.ranks, view_.size, weights.beta / static_cast<double>(shape.ranks), 0.0, {}, {},
+                   rank_class_};
+    for (int r = 0; r < view_.ranks; ++r)
+      for (int e = 0; e < view_.experts; ++e) {
+        const bool moves = placed && home_[static_cast<std::size_t>(e)] != r;
+        const std::size_t k = static_cast<std::size_t>(rank_class_[static_cast<std::size_t>(r)]);
+        const double move = moves ? weights.gamma / static_cast<double>(shape.experts) : 0.0;
+        out.cost.push_back(comm_[k * shape.experts + static_cast<std::size_t>(e)] + move);
+        out.unit = std::max(out.unit, out.cost.back());
+      }
+    for (std::size_t e = 0; e < shape.experts; ++e) {
+      double load = 0.0;
+      for (std::size_t k = 0; k < loads_.size(); ++k) load += weight_[k] * (loads_[k][e] / mean_[k]);
+      out.load.push_back(load);
+    }
+    if (out.unit <= 0.0) out.unit = out.b > 0.0 ? out.b : 1.0;
+    return out;
+  }
+
   // Integer units of the search per unit of J.
   double units() const { return units_; }
 

@@ -1,5 +1,6 @@
 """Expert placement: which expert lives in which slot, from source x expert traffic (SPEC section 3)."""
 
+from .bound import lower_bound
 from .objective import evaluate, measure_drift
 from .problem import CALIBRATED, UNCALIBRATED, Placement, PlacementProblem, Weights
 from .shrinkage import ShrinkState, shrink
@@ -13,6 +14,7 @@ __all__ = [
     "ShrinkState",
     "Weights",
     "evaluate",
+    "lower_bound",
     "measure_drift",
     "place",
     "shrink",

@@ -13,7 +13,7 @@ from .objective import window_weights
 from .portfolio import Effort
 from .problem import CALIBRATED, PlacementProblem, Weights
 
-ABI = 2
+ABI = 3
 METHOD_NUMBERS = {"paper": 0, "greedy": 1, "eplb": 2}
 DEFAULT_WEIGHTS = {"paper": CALIBRATED, "greedy": Weights(), "eplb": Weights()}
 
@@ -37,6 +37,9 @@ def _bind() -> tuple[Any, str]:
     portfolio = library.gimbal_placement_portfolio
     portfolio.argtypes = [*[pointer] * 7, ctypes.c_double, ctypes.c_int32, pointer]
     portfolio.restype = ctypes.c_int32
+    bound = library.gimbal_placement_bound
+    bound.argtypes = [pointer] * 9
+    bound.restype = ctypes.c_int32
     return library, "ready"
 
 
@@ -99,23 +102,14 @@ def solve_portfolio(
     Raises:
         RuntimeError, MemoryError: as `solve`.
     """
-    portfolio = _library().gimbal_placement_portfolio
-    loads = np.ascontiguousarray(problem.window_loads())
-    window_weight = np.ascontiguousarray(window_weights(len(loads)))
-    chosen = problem.weights_for(Weights())
-    weights = np.array([chosen.alpha, chosen.beta, chosen.gamma], dtype=np.float64)
-    sizes = [*problem.traffic.shape, problem.num_ranks, problem.slots_per_rank, len(loads)]
+    solve_layers = _library().gimbal_placement_portfolio
+    sizes, arrays = _arrays(problem)
     limits = [effort.kicks, effort.seeds, -1 if max_moves is None else max_moves]
     shape = np.array([*sizes, *limits], dtype=np.int64)
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
-    failed = portfolio(
+    failed = solve_layers(
         shape.ctypes.data,
-        problem.traffic.ctypes.data,
-        problem.topology.distance.ctypes.data,
-        loads.ctypes.data,
-        window_weight.ctypes.data,
-        None if problem.current is None else problem.current.ctypes.data,
-        weights.ctypes.data,
+        *[None if array is None else array.ctypes.data for array in arrays],
         -1.0 if time_budget is None else time_budget,
         threads,
         slots.ctypes.data,
@@ -123,3 +117,40 @@ def solve_portfolio(
     if failed:
         raise MemoryError("compiled placement: out of memory")
     return slots
+
+
+def bound(problem: PlacementProblem, upper: Any, *, lift: bool, nodes: int) -> Any:
+    """Lower bounds float64 [L] on the cost without its drift term, P = E; upper: [L] costs that are reached.
+
+    Raises:
+        RuntimeError, MemoryError: as `solve`.
+    """
+    bound_layers = _library().gimbal_placement_bound
+    sizes, arrays = _arrays(problem)
+    shape = np.array([*sizes, nodes, int(lift)], dtype=np.int64)
+    upper = np.ascontiguousarray(upper, dtype=np.float64)
+    found: Any = np.empty(problem.num_layers, dtype=np.float64)
+    failed = bound_layers(
+        shape.ctypes.data,
+        *[None if array is None else array.ctypes.data for array in arrays],
+        upper.ctypes.data,
+        found.ctypes.data,
+    )
+    if failed:
+        raise MemoryError("lower bound: out of memory")
+    return found
+
+
+def _arrays(problem: PlacementProblem) -> tuple[list[int], list[Any]]:
+    """Sizes, and the arrays that the compiled search and bound take, in the order of their arguments."""
+    loads = np.ascontiguousarray(problem.window_loads())
+    chosen = problem.weights_for(Weights())
+    arrays = [
+        problem.traffic,
+        problem.topology.distance,
+        loads,
+        np.ascontiguousarray(window_weights(len(loads))),
+        problem.current,
+        np.array([chosen.alpha, chosen.beta, chosen.gamma], dtype=np.float64),
+    ]
+    return [*problem.traffic.shape, problem.num_ranks, problem.slots_per_rank, len(loads)], arrays
