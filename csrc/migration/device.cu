@@ -1,0 +1,2 @@
+// The copy kernel as one translation unit, for the prebuilt fatbin and for NVRTC.
+#include "migration/transfer.cuh"
