@@ -40,4 +40,4 @@ def test_interpreter_lane(tmp_path):
 
 
 def test_compile_lane(tmp_path):
-    run_lane("lane_compile.py", tmp_path, least=12)
+    run_lane("lane_compile.py", tmp_path, least=13)
