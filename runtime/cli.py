@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from .tools import demo, doctor, simulate
-from .tools.errors import RunError
+from .tools.errors import InputError, RunError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except InputError as error:
         print(f"gimbal {arguments.command}: {error}", file=sys.stderr)
         return BAD_INPUT
     except RunError as error:

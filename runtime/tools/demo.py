@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import MODES
-from .errors import RunError
+from .errors import InputError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = REPOSITORY / "fixtures" / "tiny-qwen3-moe"
@@ -23,7 +23,7 @@ class DemoSettings:
     """One run of the demo. `json`, `report` and `logs` are None when not wanted.
 
     `sequences` and `token_budget` are vLLM's max_num_seqs and max_num_batched_tokens per engine; `window` is
-    the number of engine steps between two rearrangements of the experts.
+    the number of engine steps between two rearrangements of the experts. `port` None: a free one for each server.
     """
 
     model: Path
@@ -35,6 +35,7 @@ class DemoSettings:
     sequences: int
     token_budget: int
     window: int
+    port: int | None
     json: Path | None
     report: Path | None
     logs: Path | None
@@ -61,6 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--sequences", type=int, default=64, help="sequences per engine (default 64)")
     parser.add_argument("--token-budget", type=int, default=256, help="tokens per engine step (default 256)")
     parser.add_argument("--window", type=int, default=16, help="engine steps per traffic window (default 16)")
+    parser.add_argument("--port", type=int, help="of every server, on 127.0.0.1 (default: a free one each)")
     parser.add_argument("--json", type=Path, default=DEFAULT_OUT / "demo.json", help="figures")
     parser.add_argument("--report", type=Path, default=DEFAULT_OUT / "report.html", help="HTML report")
     parser.add_argument("--no-report", action="store_true", help="write no HTML report")
@@ -74,23 +76,23 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     """Checked settings.
 
     Raises:
-        ValueError: an unknown or repeated mode, a number out of range, a file or folder that is not there;
+        InputError: an unknown or repeated mode, a number out of range, a file or folder that is not there;
             names the option.
     """
     if arguments.all_modes and arguments.modes:
-        raise ValueError("--all-modes: given together with --modes; valid: one of the two")
+        raise InputError("--all-modes: given together with --modes; valid: one of the two")
     modes = MODES if arguments.all_modes else tuple(arguments.modes or DEFAULT_MODES)
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or len(set(modes)) != len(modes):
-        raise ValueError(f"--modes: {' '.join(modes)}; valid: each of {', '.join(MODES)} at most once")
+        raise InputError(f"--modes: {' '.join(modes)}; valid: each of {', '.join(MODES)} at most once")
     for option in ("requests", "sequences", "token_budget", "window"):
         if getattr(arguments, option) < 1:
             name = option.replace("_", "-")
-            raise ValueError(f"--{name}: {getattr(arguments, option)}; valid: an integer >= 1")
+            raise InputError(f"--{name}: {getattr(arguments, option)}; valid: an integer >= 1")
     if not 0 < arguments.rate < float("inf"):
-        raise ValueError(f"--rate: {arguments.rate}; valid: a number > 0, in requests per second")
+        raise InputError(f"--rate: {arguments.rate}; valid: a number > 0, in requests per second")
     if arguments.token_budget < arguments.sequences:
-        raise ValueError(
+        raise InputError(
             f"--token-budget: {arguments.token_budget} is below --sequences ({arguments.sequences}); "
             f"valid: at least {arguments.sequences}"
         )
@@ -104,6 +106,7 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
         sequences=arguments.sequences,
         token_budget=arguments.token_budget,
         window=arguments.window,
+        port=arguments.port,
         json=arguments.json,
         report=None if arguments.no_report else arguments.report,
         logs=arguments.keep_logs,
@@ -117,12 +120,12 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
 def _check_writable(option: str, path: Path) -> None:
     """A run of minutes must not end with a path that cannot be written."""
     if path.is_dir():
-        raise ValueError(f"{option}: {path} is a folder; valid: a file")
+        raise InputError(f"{option}: {path} is a folder; valid: a file")
     folder = path.parent
     if folder == DEFAULT_OUT:
         folder.mkdir(exist_ok=True)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option}: cannot write to folder {folder}; valid: a folder that is there")
+        raise InputError(f"{option}: cannot write to folder {folder}; valid: a folder that is there")
 
 
 def run(arguments: argparse.Namespace) -> int:

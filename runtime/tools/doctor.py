@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .demo import DEFAULT_MODEL, DEFAULT_PROMPTS
+from .errors import InputError
 
 READY, ABSENT, BROKEN = "ready", "absent", "broken"
 
@@ -130,14 +131,14 @@ def check_vllm() -> Finding:
         return missing
     import vllm
 
-    from ..vllm.guard import SUPPORTED_VERSIONS
+    from ..vllm.guard import SUPPORTED_VERSIONS, is_supported
 
     version = str(vllm.__version__)
     names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "gimbal" not in names:
         return Finding("vllm", BROKEN, f"{version}; the plug-in is not registered: install this package")
-    if not version.startswith(SUPPORTED_VERSIONS):
-        known = ", ".join(f"{prefix}x" for prefix in SUPPORTED_VERSIONS)
+    if not is_supported(version):
+        known = ", ".join(SUPPORTED_VERSIONS)
         return Finding("vllm", BROKEN, f"{version}; the hooks know {known}: vLLM would run as stock")
     misfit = _hook_misfit()
     if misfit:
@@ -213,7 +214,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; 0, or 1 when one is broken."""
     if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ValueError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
+        raise InputError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
     findings = []
     for finding in examine():
         findings.append(finding)

@@ -15,6 +15,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from .errors import InputError
+
 ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""
 OUTPUT_LOG_MEAN, OUTPUT_LOG_SIGMA = 3.2, 0.7
@@ -66,19 +68,19 @@ def load_prompts(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     """(id, text) of each line of a JSON Lines file with `id` and `text`.
 
     Raises:
-        ValueError: no such file, no lines, or a line without those fields; names the line.
+        InputError: no such file, no lines, or a line without those fields; names the line.
     """
     if not Path(path).is_file():
-        raise ValueError(f"prompts: no file {path}; valid: JSON lines with id and text")
+        raise InputError(f"prompts: no file {path}; valid: JSON lines with id and text")
     prompts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             entry = json.loads(line)
             prompts.append((str(entry["id"]), str(entry["text"])))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"prompts: line {number} of {path} is not an object with id and text") from error
+            raise InputError(f"prompts: line {number} of {path} is not an object with id and text") from error
     if not prompts:
-        raise ValueError(f"prompts: {path} is empty; valid: at least one line")
+        raise InputError(f"prompts: {path} is empty; valid: at least one line")
     return prompts
 
 

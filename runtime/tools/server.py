@@ -19,7 +19,7 @@ from types import TracebackType
 import psutil
 
 from . import processes
-from .errors import RunError
+from .errors import InputError, RunError
 
 HOST = "127.0.0.1"
 KV_CACHE_BYTES = 256 << 20
@@ -37,28 +37,28 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Raises ValueError when `port` is out of range or something already listens on it."""
+    """Raises InputError when `port` is out of range or something already listens on it."""
     if not 0 < port < 65536:
-        raise ValueError(f"port: {port}; valid: 1 to 65535")
+        raise InputError(f"port: {port}; valid: 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise ValueError(f"port: {port} is in use on {HOST}; valid: a free port") from error
+            raise InputError(f"port: {port} is in use on {HOST}; valid: a free port") from error
 
 
 def check_model(model: str | os.PathLike[str]) -> Path:
     """The model folder as an absolute path.
 
     Raises:
-        ValueError: no such folder, or a folder without config.json.
+        InputError: no such folder, or a folder without config.json.
     """
     folder = Path(model)
     if not folder.is_dir():
-        raise ValueError(f"model: no folder {folder}; valid: a folder with config.json and weights")
+        raise InputError(f"model: no folder {folder}; valid: a folder with config.json and weights")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model: {folder} has no config.json; valid: a Hugging Face model folder")
+        raise InputError(f"model: {folder} has no config.json; valid: a Hugging Face model folder")
     return folder.resolve()
 
 
@@ -80,7 +80,7 @@ class VllmServer:
         stop_grace: seconds between SIGTERM and SIGKILL.
 
     Raises:
-        ValueError: no such model folder, or the port is in use.
+        InputError: no such model folder, or the port is in use.
         ServerError: on entering, when the server ends or stays silent; on leaving, when a process survives.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .errors import InputError
 from .sim_engines import EngineSettings
 from .sim_pd import PdMeasured, PdSettings, prefill_rate, simulate_pd
 from .sim_policies import POLICIES, Measured, build, measure, saturated_rate
@@ -121,11 +122,11 @@ def shape_of(text: str) -> tuple[int, int]:
     """Prefill and decode nodes of a shape such as 2P2D.
 
     Raises:
-        ValueError: not such a shape.
+        InputError: not such a shape.
     """
     parts = text.upper().removesuffix("D").split("P")
     if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"--shapes: {text!r}; valid: such as 2P2D")
+        raise InputError(f"--shapes: {text!r}; valid: such as 2P2D")
     return int(parts[0]), int(parts[1])
 
 
@@ -230,23 +231,23 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for.
 
     Raises:
-        ValueError: an argument that is not valid.
+        InputError: an argument that is not valid.
         FileNotFoundError: there is no such trace.
     """
     for name, low in (("requests", 10), ("seeds", 1), ("clients", 1)):
         if getattr(arguments, name) < low:
-            raise ValueError(f"--{name}: {getattr(arguments, name)}; valid: an integer >= {low}")
+            raise InputError(f"--{name}: {getattr(arguments, name)}; valid: an integer >= {low}")
     if any(count < 1 for count in arguments.engines):
-        raise ValueError(f"--engines: {arguments.engines}; valid: integers >= 1")
+        raise InputError(f"--engines: {arguments.engines}; valid: integers >= 1")
     if any(not 0.0 < load <= 2.0 for load in arguments.loads):
-        raise ValueError(f"--loads: {arguments.loads}; valid: above 0 and at most 2")
+        raise InputError(f"--loads: {arguments.loads}; valid: above 0 and at most 2")
     unknown = [name for name in arguments.policies if name not in POLICIES]
     if unknown:
-        raise ValueError(f"--policies: {unknown[0]!r}; valid: {', '.join(POLICIES)}")
+        raise InputError(f"--policies: {unknown[0]!r}; valid: {', '.join(POLICIES)}")
     for shape in arguments.shapes:
         shape_of(shape)
     if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise FileNotFoundError(f"--json: no folder {arguments.json.parent}")
+        raise InputError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
     return Plan(
         engines=tuple(arguments.engines),
         loads=tuple(arguments.loads),
@@ -254,10 +255,19 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         seeds=arguments.seeds,
         clients=arguments.clients,
         policies=tuple(arguments.policies),
-        trace=tuple(load_azure(arguments.trace)) if arguments.trace is not None else None,
+        trace=_load_trace(arguments.trace),
         sessions=arguments.sessions,
         shapes=tuple(arguments.shapes),
     )
+
+
+def _load_trace(path: Path | None) -> tuple[Arrival, ...] | None:
+    if path is None:
+        return None
+    try:
+        return tuple(load_azure(path))
+    except (ValueError, OSError) as error:
+        raise InputError(f"--trace: {error}") from error
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -37,11 +37,18 @@ class EngineChoice:
         vllm_config: of the server; gives Q = max_num_batched_tokens and the KV capacity in tokens.
         engine_ranks: DP ranks of the engines that this API server may choose from, consecutive.
         client_index: of this API server; engines acknowledge per client.
+        clients: number of API servers.
         first: engine, by its place in `engine_ranks`, at which this API server's order starts.
     """
 
     def __init__(
-        self, vllm_config: Any, engine_ranks: Sequence[int], client_index: int, first: int = 0
+        self,
+        vllm_config: Any,
+        engine_ranks: Sequence[int],
+        client_index: int,
+        *,
+        clients: int = 1,
+        first: int = 0,
     ) -> None:
         self.config = config_for(vllm_config)
         self.fuse = Fuse("engine-choice")
@@ -55,6 +62,7 @@ class EngineChoice:
             SelectConfig.from_config(self.config),
             kv_capacity_tokens=getattr(vllm_config.cache_config, "kv_cache_size_tokens", None) or None,
             first=first % len(engine_ranks),
+            clients=clients,
         )
         self._counters = [-1] * len(engine_ranks)
         self._sent: dict[str, tuple[int, int]] = {}
@@ -181,9 +189,15 @@ def install() -> None:
     def client_init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         if reports_travel(config_for(vllm_config)):
-            ranks, client, first = self.engine_ranks_managed, self.client_index, self.eng_start_index
             self._gimbal_choice = Fuse("engine-choice").run(
-                lambda: EngineChoice(vllm_config, ranks, client, first), lambda: None
+                lambda: EngineChoice(
+                    vllm_config,
+                    self.engine_ranks_managed,
+                    self.client_index,
+                    clients=self.client_count,
+                    first=self.eng_start_index,
+                ),
+                lambda: None,
             )
 
     def get_core_engine_for_request(self: Any, request: Any) -> Any:

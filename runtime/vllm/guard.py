@@ -73,6 +73,11 @@ def patch(module: str, name: str, value: Any) -> None:
     setattr(importlib.import_module(module), name, value)
 
 
+def is_supported(version: str) -> bool:
+    """Whether the hooks were written against this vLLM version."""
+    return ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
+
+
 def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[str]:
     """Installs each hook that fits; returns the names of those in force.
 
@@ -84,7 +89,7 @@ def install_hooks(hooks: Iterable[Hook], version: str, *, strict: bool) -> list[
     Raises:
         RuntimeError: `strict`, and a hook does not fit.
     """
-    known = ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
+    known = is_supported(version)
     active = []
     for hook in hooks:
         try:

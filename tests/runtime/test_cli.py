@@ -10,9 +10,9 @@ import pytest
 from gimbal_runtime import cli
 from gimbal_runtime.tools import doctor
 from gimbal_runtime.tools.demo import settings_from
-from gimbal_runtime.tools.errors import RunError
+from gimbal_runtime.tools.errors import InputError, RunError
 
-COMMANDS = ("demo", "doctor")
+COMMANDS = ("demo", "doctor", "simulate")
 
 
 def test_the_commands_are_those_that_exist(capsys):
@@ -88,7 +88,7 @@ def test_settings_of_the_default_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(RunError("it broke"), 1), (ValueError("bad"), 2), (KeyboardInterrupt(), 130)]
+    ("error", "code"), [(RunError("it broke"), 1), (InputError("bad"), 2), (KeyboardInterrupt(), 130)]
 )
 def test_exit_codes(error, code, capsys, monkeypatch):
     def fail():
@@ -151,3 +151,12 @@ def test_a_port_in_use_and_a_missing_model_are_named(tmp_path):
             VllmServer(model, "off", log_path=tmp_path / "log", port=port)
     with pytest.raises(ValueError, match="model: no folder"):
         VllmServer(tmp_path / "none", "off", log_path=tmp_path / "log")
+
+
+def test_a_fault_of_ours_is_not_called_bad_input(monkeypatch):
+    def fail():
+        raise ValueError("arrays do not fit")
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    with pytest.raises(ValueError, match="arrays do not fit"):
+        cli.main(["doctor"])

@@ -85,7 +85,7 @@ def test_windows_are_loaded_in_order_without_empty_and_broken_ones(tmp_path):
 
 SETTINGS = DemoSettings(
     model=Path("m"), prompts=Path("p"), modes=("off", "full"), requests=3, rate=30.0, seed=1, sequences=64,
-    token_budget=256, window=16, json=None, report=None, logs=None,
+    token_budget=256, window=16, port=None, json=None, report=None, logs=None,
 )  # fmt: skip
 
 

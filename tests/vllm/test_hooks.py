@@ -35,6 +35,7 @@ _prepare(SimpleNamespace(
     additional_config={},
     model_config=SimpleNamespace(is_moe=True),
     scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
+    parallel_config=SimpleNamespace(enable_eplb=True, data_parallel_size=2, data_parallel_external_lb=False),
 ))
 """
 
