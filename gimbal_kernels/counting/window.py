@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ class TrafficWindow:
     """Accumulators of two generations: `counts`, which is recorded into, and a closed one, which is summed.
 
     `counts` stays the same tensor at the same address for the life of the window, so captured CUDA graphs may
-    record into it. Closing does not exchange the tensors; it copies what was recorded into the second
+    record into it. Closing does not exchange the tensors; it adds what was recorded to the second
     generation and zeroes the first, both on the recording stream, which costs one pass over L·S·E counters.
-    The sum over the group then runs on a stream of its own, and recording goes on meanwhile.
+    The sum over the group then runs on a stream of its own, and recording goes on meanwhile. `close_async` does not
+    block the calling thread either: a balancer thread waits on the handle that it returns.
 
     Totals are int64 and cannot wrap: 2^63 picks are decades of serving.
 
@@ -55,6 +58,8 @@ class TrafficWindow:
         self._group = group
         self._contribute = contribute
         self._side_stream = torch.cuda.Stream(self._recording.device) if self._recording.is_cuda else None
+        self._taken: Any = None  # on CUDA: the event after which the closed generation is free again
+        self._lock = threading.Lock()  # a handle may put picks back from another thread
 
     @property
     def counts(self) -> Any:
@@ -63,44 +68,116 @@ class TrafficWindow:
 
     def fold(self) -> None:
         """Moves the recorded picks into the int64 generation and zeroes `counts`, on the current stream."""
-        self._closed.add_(self._recording)
-        self._recording.zero_()
+        with self._lock:
+            if self._taken is not None:
+                torch.cuda.current_stream(self._closed.device).wait_event(self._taken)
+            self._closed.add_(self._recording)
+            self._recording.zero_()
 
     def close(self) -> Any:
-        """Ends the window and starts the next one.
+        """Ends the window, starts the next one, and waits for the sum: `close_async().wait()`."""
+        return self.close_async().wait()
+
+    def close_async(self) -> ClosingWindow:
+        """Ends the window and starts the next one; neither the recording stream nor the host is blocked.
 
         A collective call: every rank of the group closes its windows in the same order. On CUDA call it with the
-        recording stream as the current stream. That stream is not blocked; the calling host thread waits
-        until the sum is there.
+        recording stream as the current stream. Several windows may be on their way at once.
 
         Returns:
-            int64 [L, S, E], the picks of the window summed over the group with one all-reduce; a new tensor
-            on the window's device.
+            A handle; its `wait` gives int64 [L, S, E], summed over the group with one all-reduce.
 
         Raises:
-            Whatever the all-reduce raises. The picks are kept then, and the next window includes them.
+            Whatever starting the all-reduce raises. The picks are kept then, and the next window includes them.
         """
         self.fold()
-        total = torch.empty_like(self._closed)
-        if self._side_stream is None:
-            self._reduce_into(total)
-            return total
-        folded = torch.cuda.Event()
-        folded.record(torch.cuda.current_stream(total.device))
-        self._side_stream.wait_event(folded)
-        with torch.cuda.stream(self._side_stream):
-            self._reduce_into(total)
-            reduced = torch.cuda.Event()
-            reduced.record(self._side_stream)
-        # Waiting here is what makes the next fold into the closed generation safe without a further event.
-        reduced.synchronize()
-        return total
+        own, total = torch.empty_like(self._closed), torch.empty_like(self._closed)
+        with self._on_side_stream(own, total):
+            self._take(own)
+            total.copy_(own) if self._contribute else total.zero_()
+            work = None
+            if self._group is not None:
+                try:
+                    work = dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+                except Exception:
+                    self._put_back(own)
+                    raise
+        return ClosingWindow(self, own, total, work)
 
-    def _reduce_into(self, total: Any) -> None:
-        if self._contribute:
-            total.copy_(self._closed)
-        else:
-            total.zero_()
-        if self._group is not None:
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self._group)
-        self._closed.zero_()
+    @contextlib.contextmanager
+    def _on_side_stream(self, *tensors: Any) -> Any:
+        """On CUDA: the side stream, after all that the current stream has been given; else nothing."""
+        if self._side_stream is None:
+            yield
+            return
+        self._side_stream.wait_stream(torch.cuda.current_stream(self._closed.device))
+        with torch.cuda.stream(self._side_stream):
+            for tensor in tensors:
+                tensor.record_stream(self._side_stream)
+            yield
+
+    def _take(self, own: Any) -> None:
+        with self._lock:
+            own.copy_(self._closed)
+            self._closed.zero_()
+            self._note_taken()
+
+    def _put_back(self, own: Any) -> None:
+        """Adds the picks of a window whose sum failed to the closed generation, on the current stream."""
+        with self._lock:
+            self._closed.add_(own)
+            self._note_taken()
+
+    def _note_taken(self) -> None:
+        if self._side_stream is not None:
+            self._taken = torch.cuda.Event()
+            self._taken.record(torch.cuda.current_stream(self._closed.device))
+
+
+class ClosingWindow:
+    """A window whose sum over the group is on its way; made by `TrafficWindow.close_async`.
+
+    Any thread may wait on it, several times.
+    """
+
+    def __init__(self, window: TrafficWindow, own: Any, total: Any, work: Any) -> None:
+        self._window, self._own, self._total, self._work = window, own, total, work
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._finished = False
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        if self._finished or self._work is None:
+            return True
+        return bool(self._work.is_completed())
+
+    def wait(self) -> Any:
+        """Blocks the calling thread until the sum is there.
+
+        Returns:
+            int64 [L, S, E], the picks of the window summed over the group; a tensor on the window's device.
+
+        Raises:
+            Whatever the all-reduce raises. The picks are kept then, and the window closed next includes them.
+        """
+        with self._lock:
+            if not self._finished:
+                self._finish()
+            if self._error is not None:
+                raise self._error
+            return self._total
+
+    def _finish(self) -> None:
+        window = self._window
+        side = window._side_stream
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            try:
+                if self._work is not None:
+                    self._work.wait()
+                if side is not None:
+                    side.synchronize()
+            except Exception as error:
+                window._put_back(self._own)
+                self._error = error
+        self._finished, self._work, self._own = True, None, None

@@ -2,7 +2,7 @@
 
     python tests/counting/acceptance.py [--cases 2000] [--simt 200]
 
-Shapes: T 0 to 5,000, E 1 to 1,100, K 1 to 16, S 1 to 64, with invalid ids, sources of rows, num_tokens, enabled, shares.
+Shapes: T 0 to 5,000, E 1 to 1,100, K 1 to 16, S 1 to 64; invalid ids, sources of rows, num_tokens, enabled, shares.
 The CUDA kernels run through their host lane (tests/simt) on every tenth seed, or on a GPU on all of them. Triton's
 interpreter has its own seeds (lane_interpreter.py).
 """

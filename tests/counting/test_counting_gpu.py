@@ -85,6 +85,19 @@ def test_recording_goes_on_while_a_window_closes():
         assert int(window.close().sum()) == step * window.counts.numel()
 
 
+def test_closing_waits_for_nothing_on_the_host():
+    window = TrafficWindow(2, 2, 128, device="cuda")
+    handles = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 6):
+            window.counts.add_(step)
+            handles.append(window.close_async())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [int(h.wait().sum()) for h in handles] == [s * window.counts.numel() for s in range(1, 6)]
+
+
 def test_backend_counts_on_the_device_are_not_read_back():
     counts = torch.zeros(1, 2, 4, dtype=torch.int64, device="cuda")
     received = torch.tensor([[1, 2], [3, 4]], device="cuda")

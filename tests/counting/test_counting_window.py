@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,62 @@ def test_a_failed_reduction_keeps_the_picks_for_the_next_window(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="peer lost"):
         window.close()
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
+    window.counts.add_(1)
+    assert window.close().tolist() == [[[4, 4]]]
+
+
+class SlowSum:
+    """Stands in for a reduction that is still running; `released` ends it, with `error` if there is one."""
+
+    def __init__(self, error=None):
+        self.released, self.error = threading.Event(), error
+
+    def is_completed(self):
+        return self.released.is_set()
+
+    def wait(self):
+        assert self.released.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+def test_closing_blocks_neither_the_host_nor_recording(monkeypatch):
+    sums = [SlowSum(), SlowSum()]
+    pending = iter(sums)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: next(pending))
+    window = TrafficWindow(1, 1, 2, group="any")
+    address = window.counts.data_ptr()
+    window.counts.add_(3)
+    first = window.close_async()
+    window.counts.add_(4)
+    second = window.close_async()  # while the first is still on its way
+    window.counts.add_(5)
+    assert (first.done(), second.done()) == (False, False)
+    seen = []
+    balancer = threading.Thread(target=lambda: seen.append(first.wait().tolist()))
+    balancer.start()
+    sums[1].released.set()
+    assert second.wait().tolist() == [[[4, 4]]]
+    sums[0].released.set()
+    balancer.join(30)
+    assert seen == [[[[3, 3]]]]
+    assert first.done()
+    assert first.wait().tolist() == [[[3, 3]]]
+    assert window.counts.tolist() == [[[5, 5]]]
+    assert window.counts.data_ptr() == address
+
+
+def test_a_sum_that_fails_later_puts_its_picks_into_the_next_window(monkeypatch):
+    failing = SlowSum(RuntimeError("peer lost"))
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: failing)
+    window = TrafficWindow(1, 1, 2, group="any")
+    window.counts.add_(3)
+    closing = window.close_async()
+    failing.released.set()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="peer lost"):
+            closing.wait()
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     window.counts.add_(1)
     assert window.close().tolist() == [[[4, 4]]]
