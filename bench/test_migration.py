@@ -157,11 +157,12 @@ def race(rank: int, ranks: int, name: str, old: np.ndarray, new: np.ndarray) -> 
     return seconds
 
 
-def test_transfers_against_vllm():
+def test_transfers_against_vllm(benchmark):
     pytest.importorskip("vllm.distributed.eplb.rebalance_execute")
     old, new = swapped(np.random.default_rng(0), LAYERS, EXPERTS, RANKS, 0.75)
     plan = plan_migration(old, new, Topology(np.ones((1, RANKS))), bytes_per_expert=6 * HIDDEN * INTERMEDIATE)
-    results = run_ranks(RANKS, race, old, new, limit=600)
+    benchmark.group = "transfers"
+    results = benchmark.pedantic(run_ranks, (RANKS, race, old, new), {"limit": 600}, rounds=1)
     total = int(plan.bytes_in.sum())
     print(
         f"\n{total / 1e6:.0f} MB moved, busiest rank {max(plan.bytes_in.max(), plan.bytes_out.max()) / 1e6:.0f} MB"
@@ -172,4 +173,9 @@ def test_transfers_against_vllm():
     stock = medians["vLLM in place, gloo"]
     for way, median in medians.items():
         speed = total / median / 1e9
+        benchmark.extra_info[way] = {
+            "ms": round(median * 1e3, 1),
+            "gb_s": round(speed, 2),
+            "x_vllm": round(stock / median, 2),
+        }
         print(f"{way:24s} {median * 1e3:8.1f} ms  {speed:6.2f} GB/s  {stock / median:5.2f} x vLLM")

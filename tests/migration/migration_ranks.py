@@ -32,7 +32,9 @@ SHAPES = {  # weights, scales, zero points: one of each width
 }
 
 
-def run_ranks(ranks: int, body: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+def run_ranks(
+    ranks: int, body: Callable[..., Any], *args: Any, limit: float = 60.0, context: Any = FORK
+) -> list[Any]:
     """`body(rank, ranks, name, *args)` in one process each; its results, `KILLED` for a process that was killed.
 
     Raises:
@@ -41,8 +43,8 @@ def run_ranks(ranks: int, body: Callable[..., Any], *args: Any, limit: float = 6
     name = uuid.uuid4().hex[:12]
     pipes, workers = [], []
     for rank in range(ranks):
-        receiver, sender = FORK.Pipe(duplex=False)
-        worker = FORK.Process(target=_run, args=(sender, body, rank, ranks, name, args), daemon=True)
+        receiver, sender = context.Pipe(duplex=False)
+        worker = context.Process(target=_run, args=(sender, body, rank, ranks, name, args), daemon=True)
         worker.start()
         sender.close()
         pipes.append(receiver)
@@ -147,7 +149,7 @@ def _bits(layer: int, expert: int) -> bytes:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def share_of(slots: Any, rank: int, ranks: int) -> list[list[int]]:

@@ -193,7 +193,7 @@ def test_row_42_a_worker_that_fails_surfaces_with_a_process_group_too():
     assert [outcome[0] for outcome, _, _ in results] == [VICTIM] * RANKS
 
 
-@pytest.mark.parametrize("make", group.EXECUTORS)
+@pytest.mark.parametrize("make", ["shared_memory", pytest.param("process_group", marks=pytest.mark.slow)])
 def test_row_44_a_rank_killed_while_it_serves_is_named_by_the_others(make):
     results = group.run_ranks(RANKS, failing, group.Lockstep(RANKS), group.EXECUTORS[make], group.vanish)
     assert results[VICTIM] == group.KILLED

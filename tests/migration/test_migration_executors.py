@@ -50,7 +50,7 @@ def move_along(rank, ranks, name, make, chain, staged_experts):
 
 @pytest.mark.parametrize("make", group.EXECUTORS.values(), ids=group.EXECUTORS)
 @pytest.mark.parametrize("staged_experts", [None, 4])
-def test_every_dtype_moves_bit_exactly(make, staged_experts):
+def test_row_40_every_dtype_moves_bit_exactly(make, staged_experts):
     results = group.run_ranks(4, move_along, make, random_chain(0, 6), staged_experts)
     waves, received = zip(*results, strict=True)
     assert len(set(waves)) == 1
@@ -59,7 +59,7 @@ def test_every_dtype_moves_bit_exactly(make, staged_experts):
         assert waves[0] > 10  # a small buffer makes many waves, and both generations are used again and again
 
 
-def test_rows_37_staging_is_allocated_once_and_its_size_is_logged(caplog):
+def test_row_37_staging_is_allocated_once_and_its_size_is_logged(caplog):
     weights = group.fill([[0, 1, 2, 3]], 0, 1)
     with caplog.at_level("INFO", logger="gimbal_kernels.migration"):
         executor = group.shared_memory(

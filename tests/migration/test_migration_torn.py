@@ -23,7 +23,7 @@ from gimbal_kernels.migration.verdict import Verdict
 pytestmark = pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
 LAYERS, EXPERTS, SLOTS, RANKS, TOKENS = 3, 6, 12, 4, 8
 SIZE = SLOTS // RANKS
-STEPS_WITH_FAULT = 100  # per migration: with a fault, ranks do not even agree on when it is over
+STEPS_WITH_FAULT = 60  # per migration: with a fault, ranks do not even agree on when it is over
 
 
 class Lockstep:
@@ -170,7 +170,7 @@ def test_no_forward_pass_sees_a_mixture_in_500_migrations():
 
 def found(fault: str) -> bool:
     """Whether one of a few hunts sees a wrong answer; a single one can end too early on a busy machine."""
-    return any(run_hunt(10, fault=fault, seed=seed)[0] for seed in range(5))
+    return any(run_hunt(4, fault=fault, seed=seed)[0] for seed in range(12))
 
 
 def test_the_hunt_finds_a_missing_agreement():

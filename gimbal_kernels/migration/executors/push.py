@@ -49,8 +49,8 @@ class PushExecutor(Executor):
         """Bytes of a staging row in the shared block; 0 when staging is elsewhere."""
 
     @abstractmethod
-    def _push(self, wave: int, send: Move, spend: Callable[[int], None]) -> None:
-        """Writes one expert into the receiver's staging; returns when a flag may be raised."""
+    def _push(self, wave: int, send: Move, spend: Callable[[int], None]) -> Callable[[], bool] | None:
+        """Writes one expert into the receiver's staging; None when it is there, else a way to ask whether it is."""
 
     def _prepare_own(self, block: SharedBlock) -> None:
         """Called before peers are told that this rank's block is usable."""
@@ -65,13 +65,22 @@ class PushExecutor(Executor):
         super().close()
 
     def _move(self, share: Share, spend: Callable[[int], None]) -> None:
+        under_way: list[tuple[Move, Callable[[], bool]]] = []
         for send in share.sends:
             if share.wave >= GENERATIONS:
                 self._wait_for_buffer(share, send.peer)
-            self._push(share.wave, send, spend)
-            self._raise_flag(share.wave, send)
+            written = self._push(share.wave, send, spend)
+            if written is None:
+                self._raise_flag(share.wave, send)
+            else:
+                under_way.append((send, written))
+            self._raise_flags(share.wave, under_way)
             self.beat()
             self.check(share.wave)
+        while under_way:
+            self._raise_flags(share.wave, under_way)
+            self.beat()
+            time.sleep(2e-5)
         pending = list(share.receives)
 
         def missing() -> list[int]:
@@ -88,6 +97,11 @@ class PushExecutor(Executor):
             return [peer] if self.board.ask(Word.CONSUMED, peer) < needed else []
 
         self.wait(missing, share.wave, share.layers[0])
+
+    def _raise_flags(self, wave: int, under_way: list[tuple[Move, Callable[[], bool]]]) -> None:
+        """Raises the flags of those that have been written since; copies end in the order in which they began."""
+        while under_way and under_way[0][1]():
+            self._raise_flag(wave, under_way.pop(0)[0])
 
     def _raise_flag(self, wave: int, send: Move) -> None:
         flag = self._blocks[send.peer].address + self.layout.flag(wave % GENERATIONS, send.row)
