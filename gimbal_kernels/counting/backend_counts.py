@@ -30,8 +30,10 @@ def add_backend_counts(
       `experts[i]`: this rank's local experts when the source is known (pplx `expert_num_tokens`), or physical
       slots, with the layer's row of the slot map as `experts`.
     - `per_expert_per_rank` [N, ranks] with `source` [ranks] and `experts` [N]: what this rank's local experts
-      received from every rank (DeepEP low-latency layout ranges, FlashInfer's gathered counters). Column r is
-      added to `source[r]`, the DP source that rank r belongs to.
+      received from every rank. Column r is added to `source[r]`, the DP source that rank r belongs to.
+      DeepEP low-latency's layout range packs (begin, count) of [local experts, ranks] in one int64: give
+      `layout_range & 0xFFFFFFFF`, the count. FlashInfer gathers counters [ranks, E] of all experts on every
+      rank: give them transposed with `experts=range(E)`, on one rank of the group only.
 
     Entries whose expert lies outside [0, E), and columns whose source lies outside [0, S), are left out. Under
     tensor parallelism, where the ranks of a DP group send the same tokens, give -1 for all but one of them.

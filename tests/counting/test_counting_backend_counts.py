@@ -1,4 +1,4 @@
-"""add_backend_counts: the three layouts of SPEC section 2, and the checksum."""
+"""add_backend_counts: the layouts of SPEC section 2, and the checksum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def routed():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_vector_of_all_experts_at_the_source(routed, dtype):
+def test_deepep_normal_mode_the_vector_of_all_experts_at_the_source(routed, dtype):
     ids, expected = routed
     counts = zeros(dtype)
     for source in range(S):
@@ -57,6 +57,36 @@ def test_what_each_rank_received_from_every_rank(routed):
     assert torch.equal(counts, expected)
 
 
+def test_deepep_low_latency_layout_range_holds_the_count_in_its_low_half(routed):
+    # What a rank that holds experts 4 to 7 received from four ranks, packed as (begin, count) in one int64.
+    _, expected = routed
+    received = expected[1][:, 4:].T.contiguous()
+    begin = torch.cumsum(received, 1) - received
+    packed = begin << 32 | received
+    counts, local = zeros(), list(range(4, 8))
+    arguments = {"layer": 1, "source": [0, 1, 2, 3], "experts": local, "expected": int(received.sum())}
+    with pytest.raises(ValueError, match="per_expert_per_rank: sums to"):
+        add_backend_counts(counts, per_expert_per_rank=packed, **arguments)
+    add_backend_counts(counts, per_expert_per_rank=packed & 0xFFFFFFFF, **arguments)
+    assert torch.equal(counts[:, :, 4:], expected[:, :, 4:])
+    assert counts[:, :, :4].sum() == 0
+
+
+def test_flashinfer_counters_gathered_from_all_ranks(routed):
+    ids, expected = routed
+    gathered = torch.stack([torch.bincount(i.flatten(), minlength=E) for i in ids]).int()
+    counts = zeros()
+    add_backend_counts(
+        counts,
+        layer=1,
+        source=range(S),
+        per_expert_per_rank=gathered.T,
+        experts=range(E),
+        expected=sum(i.numel() for i in ids),
+    )
+    assert torch.equal(counts, expected)
+
+
 def test_slices_of_one_source_from_two_ranks_add_up():
     counts = zeros()
     received = np.array([[1, 2], [3, 4]])
@@ -67,7 +97,7 @@ def test_slices_of_one_source_from_two_ranks_add_up():
     assert counts.sum() == 10
 
 
-def test_local_experts_of_one_known_source():
+def test_pplx_expert_num_tokens_local_experts_of_one_known_source():
     counts = zeros()
     add_backend_counts(counts, layer=0, source=3, per_expert=[4, 5], experts=torch.tensor([6, 2]), expected=9)
     assert counts[0, 3].tolist() == [0, 0, 5, 0, 0, 0, 4, 0]

@@ -167,7 +167,7 @@ class NoHostSync(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["source stray", "blocks and scalars", "disabled on the device"])
-def test_report_8_the_record_path_never_reads_back(name):
+def test_reports_8_and_13_the_record_path_never_reads_back(name):
     prepared = prepare(BY_NAME[name])
     case = prepared.case
     counts = torch.zeros(case.layers, case.sources, case.experts, dtype=torch.int64)

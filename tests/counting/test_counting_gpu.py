@@ -26,7 +26,7 @@ def test_equal_to_the_reference_on_the_host(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", CUDA])
-def test_reports_1_3_8_19_one_captured_graph_follows_its_device_inputs(backend):
+def test_reports_1_3_8_13_19_one_captured_graph_follows_its_device_inputs(backend):
     topology = Topology([[1.0, 1.0]])
     old, new = [[0, 1, 2, 3, 0, 1]], [[3, 2, 1, 0, 3, 2]]
     table = ReplicaMap.from_slots(old, topology, num_experts=4, device="cuda")
@@ -62,6 +62,13 @@ def test_reports_1_3_8_19_one_captured_graph_follows_its_device_inputs(backend):
     assert replay(5, 1, old) == 10
     assert replay(3, 1, new) == 6
     assert replay(8, 0, old) == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", CUDA])
+def test_report_11_one_token_touches_nothing_around_its_arrays(backend):
+    case = Case("one token", tokens=1, top_k=8, experts=64, slots=64)
+    host, device = run(prepare(case), "torch"), run(prepare(case, device="cuda"), backend)
+    assert differences(host, device) == []  # guard words included
 
 
 def test_no_recompilation_as_rows_layers_and_sources_change():

@@ -57,6 +57,13 @@ def test_equal_to_the_reference_on_random_shapes(sanitizer, seeds, tmp_path):
     agrees(calls, sanitizer, tmp_path)
 
 
+def test_reports_11_and_2_one_token_stays_inside_its_arrays(tmp_path):
+    # 64 experts, one row: a block has far more threads than picks. Allocations end at the arrays' last byte.
+    skip_without("asan")
+    cases = [Case("one token", tokens=1, top_k=k, experts=64, slots=64) for k in (1, 3, 8, 16)]
+    agrees([make_call(case, seed=i) for i, case in enumerate(cases)], "asan", tmp_path)
+
+
 def test_no_races(tmp_path):
     skip_without("tsan")
     both = [
