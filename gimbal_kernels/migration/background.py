@@ -92,12 +92,13 @@ class BackgroundMigration:
         """
         if self.done:
             return ()
+        # Before anything else: a number of an earlier migration must not be taken for this one's.
+        self._executor.board.tell(Word.STEP, number)
         with self._changed:
             self._credit = min(self._credit + self._budget, max(self._budget, self._wanted))
             self._changed.notify_all()
         if not self._entered.is_set() and self._failure is None:
             return ()
-        self._executor.board.tell(Word.STEP, number)
         committed = self._commit_due(number)
         if self.done:
             self._stop()
