@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .tools import demo, doctor, simulate
+from .tools import bench, demo, doctor, simulate
 from .tools.errors import InputError, RunError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(commands)
     doctor.add_parser(commands)
     simulate.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 

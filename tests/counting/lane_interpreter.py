@@ -67,6 +67,18 @@ def test_the_order_of_programs_is_shuffled(shuffled):
     assert len(shuffled.order) == 3
 
 
+@pytest.mark.parametrize("sources", [1, 3])
+def test_the_scheme_that_the_benchmark_compares_with_counts_the_same(sources):
+    from gimbal_runtime.tools import bench_counting, bench_triton
+
+    shape = bench_counting.Shape(70, experts=64, sources=sources)
+    per_pick, plain = (bench_counting.make_inputs(shape, "cpu") for _ in range(2))
+    bench_triton.map_per_pick(per_pick, count=True)
+    bench_counting.steps(plain)["bincount"]()
+    for name in ("counts", "load", "out"):
+        assert torch.equal(getattr(per_pick, name), getattr(plain, name)), name
+
+
 @dataclass(frozen=True)
 class Fault:
     """A plausible mistake in the kernel: `old` replaced by `new`; the case that shows it."""
