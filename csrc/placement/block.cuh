@@ -92,8 +92,8 @@ struct CudaBlock {
   using Ints = int;
   u64* part;
 
-  __device__ int rank() const { return static_cast<int>(threadIdx.x); }
-  __device__ int size() const { return static_cast<int>(blockDim.x); }
+  __device__ int rank() const { return static_cast<int>(static_cast<unsigned>(threadIdx.x)); }
+  __device__ int size() const { return static_cast<int>(static_cast<unsigned>(blockDim.x)); }
   __device__ void sync() const { __syncthreads(); }
   __device__ void add(int* target, int value) const { atomicAdd(target, value); }
   __device__ bool expired() const { return false; }

@@ -12,7 +12,7 @@
 #include "placement/prices.cuh"
 
 // Lanes become vector instructions of what the processor has; the results are the same bytes.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(GIMBAL_SIMT)
 #define GIMBAL_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4"), flatten))
 #else
 #define GIMBAL_CLONES

@@ -1,0 +1,149 @@
+"""Placement in figures: proven gap and time of method "portfolio" against the installed vLLM's policy.
+
+    python bench/placement_report.py [--seeds 3] [--nodes 1000] [--layers N] [--json FILE]
+
+One table per shape of SPEC section 1: mean and largest gap to the lower bound at weights (1, 4, 0.02), and the time of
+both efforts as a multiple of vLLM's policy in the same process, processor time on all threads together included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gimbal_kernels.placement import PlacementProblem, Weights, lower_bound, place
+from gimbal_kernels.topology import Topology
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    layers: int
+    experts: int
+    ranks: int
+    sources: int
+    spread: float  # of the logarithm of an expert's popularity
+    nodes: bool  # whether the bound branches
+
+
+SHAPES = (
+    Shape("128x4", 48, 128, 4, 2, 1.0, True),
+    Shape("256x8", 58, 256, 8, 2, 0.8, True),
+    Shape("256x32", 58, 256, 32, 4, 0.6, False),
+    Shape("256x64", 58, 256, 64, 8, 0.5, False),
+)
+
+
+def make_problem(shape: Shape, seed: int, layers: int | None) -> PlacementProblem:
+    """Affine traffic of 850,000 tokens with 8 picks each; the current placement balances yesterday's loads."""
+    rng = np.random.default_rng(seed)
+    count = layers or shape.layers
+    popularity = np.exp(shape.spread * rng.standard_normal((count, 1, shape.experts)))
+    popularity = np.minimum(popularity / popularity.sum(axis=2, keepdims=True), 0.9 / 8)
+    share = popularity * np.exp(0.5 * rng.standard_normal((count, shape.sources, shape.experts)))
+    share /= share.sum(axis=2, keepdims=True)
+    split = rng.dirichlet(np.full(shape.sources, 60.0))
+    traffic = rng.poisson(6_800_000 * split[:, None] * share)
+    topology = Topology.grid(gpus_per_node=shape.ranks, sources=shape.sources)
+    size = shape.experts // shape.ranks
+    old = traffic.sum(axis=1, keepdims=True) * np.exp(0.3 * rng.standard_normal((count, 1, shape.experts)))
+    flat = Topology(np.zeros((1, shape.ranks)))
+    current = place(PlacementProblem(old, flat, size), method="eplb").slots
+    return PlacementProblem(traffic, topology, size, current, Weights(1.0, 4.0, 0.02))
+
+
+def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Least wall and processor time in milliseconds."""
+    wall, used = [], []
+    for _ in range(repeats):
+        began, began_cpu = time.perf_counter(), time.process_time()
+        work()
+        wall.append(time.perf_counter() - began)
+        used.append(time.process_time() - began_cpu)
+    return {"wall_ms": 1e3 * min(wall), "cpu_ms": 1e3 * min(used)}
+
+
+def vllm_time(problem: PlacementProblem, repeats: int) -> dict[str, float] | None:
+    try:
+        from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+    except ImportError:
+        return None
+    load = torch.from_numpy(problem.traffic.sum(axis=1))
+    current = torch.from_numpy(problem.current.astype(np.int64))
+    arguments = (load, problem.num_slots, 1, 1, problem.num_ranks, current)
+    return timed(lambda: DefaultEplbPolicy.rebalance_experts(*arguments), repeats)
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    gaps: dict[str, list[float]] = {"fast": [], "default": []}
+    loose = []
+    for seed in range(options.seeds):
+        problem = make_problem(shape, seed, options.layers)
+        lifted = lower_bound(problem).numpy()
+        bound = lower_bound(problem, nodes=options.nodes).numpy() if shape.nodes else lifted
+        for effort, found in gaps.items():
+            cost = place(problem, effort=effort).cost.numpy()
+            found += list(100 * (cost - bound) / cost)
+        for layer in np.flatnonzero(100 * (cost - bound) / cost > 1):
+            loose.append([seed, int(layer), float(cost[layer]), float(lifted[layer]), float(bound[layer])])
+    problem = make_problem(shape, 0, options.layers)
+    times = {effort: timed(lambda e=effort: place(problem, effort=e), options.repeats) for effort in gaps}
+    return {
+        "shape": shape.name,
+        "bound": f"nodes={options.nodes}" if shape.nodes else "lifted",
+        "layers": problem.num_layers,
+        "gap_percent": {e: {"mean": float(np.mean(g)), "max": float(np.max(g))} for e, g in gaps.items()},
+        "layers_above_1_percent": loose,  # seed, layer, cost, lifted bound, bound
+        "time": times,
+        "vllm": vllm_time(problem, options.repeats),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['shape']}, {row['layers']} layers, bound {row['bound']}")
+    for effort, gap in row["gap_percent"].items():
+        spent, policy = row["time"][effort], row["vllm"]
+        ratio = f", {spent['wall_ms'] / policy['wall_ms']:.2f} x vLLM" if policy else ""
+        print(
+            f"  {effort:8s} gap mean {gap['mean']:.3f} % max {gap['max']:.2f} %, "
+            f"{spent['wall_ms']:.1f} ms wall, {spent['cpu_ms']:.1f} ms processor{ratio}"
+        )
+    for seed, layer, cost, lifted, bound in row["layers_above_1_percent"]:
+        print(f"  seed {seed} layer {layer}: cost {cost:.6f}, lifted {lifted:.6f}, bound {bound:.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--layers", type=int, help="instead of the model's")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--json", type=Path, default=RESULTS / "placement.json")
+    options = parser.parse_args()
+    rows = []
+    for shape in SHAPES:
+        if shape.name in options.shapes:
+            rows.append(measure(shape, options))
+            show(rows[-1])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    settings = {k: v for k, v in vars(options).items() if k != "json"}
+    result = {"commit": commit, "machine": platform.machine(), "settings": settings, "rows": rows}
+    options.json.parent.mkdir(exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
