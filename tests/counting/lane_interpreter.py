@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from counting_cases import BY_NAME, CASES, differences, prepare, run
+from random_cases import random_case
 from triton.runtime import interpreter
 
 from gimbal_kernels import counting
@@ -60,6 +61,17 @@ def test_auto_never_takes_the_interpreter():
 def test_triton_equals_the_reference(case, shuffled):
     prepared = prepare(case)
     assert differences(run(prepared, "torch"), run(prepared, "triton")) == []
+
+
+@pytest.mark.parametrize("tens", range(10))
+def test_triton_equals_the_reference_on_random_shapes(tens, monkeypatch):
+    # 120 small shapes in all; the failing seed is in the message.
+    for seed in range(12 * tens, 12 * tens + 12):
+        ShuffledGrid(interpreter.interpreter_builder, monkeypatch, seed)
+        case = random_case(seed, max_tokens=60, max_experts=200)
+        prepared = prepare(case, seed=seed)
+        assert differences(run(prepared, "torch"), run(prepared, "triton")) == [], f"seed {seed}"
+        monkeypatch.undo()
 
 
 def test_the_order_of_programs_is_shuffled(shuffled):
