@@ -66,7 +66,8 @@ def run_ranks(
         for worker in workers:
             worker.kill()
             worker.join()
-        (Path(tempfile.gettempdir()) / f"gimbal-store-{name}").unlink(missing_ok=True)
+        for store in Path(tempfile.gettempdir()).glob(f"gimbal-store-{name}*"):
+            store.unlink()
     return results
 
 
