@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gimbal_kernels.counting.window import ClosingWindow
 from gimbal_kernels.topology import Topology
 
 from ..balancer import Balancer, moved_copies, save_window
@@ -28,10 +29,10 @@ _fuse = Fuse("eplb-policy")
 _report_fuse = Fuse("placement-report")
 
 
-def take_traffic(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraffic, torch.Tensor] | None:
+def take_window(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraffic, ClosingWindow] | None:
     """The closed window that belongs to this call; vLLM asks for one model after the other."""
     for model in rows.counted():
-        if model.closed and tuple(model.closed[0].shape[::2]) == (layers, experts):
+        if model.closed and tuple(model.window.counts.shape[::2]) == (layers, experts):
             return model, model.closed.popleft()
     return None
 
@@ -108,10 +109,10 @@ def rebalance(
     """
 
     def ours() -> tuple[Any, ...] | None:
-        taken = take_traffic(rows, *shape)
+        taken = take_window(rows, *shape)
         if taken is None:
             return None
-        model, traffic = taken[0], taken[1].cpu().numpy()
+        model, traffic = taken[0], taken[1].wait().cpu().numpy()
         balancer = balancer_for(rows, current.shape[1], nodes)
         return decide(rows, balancer, traffic, current), model, balancer, traffic
 

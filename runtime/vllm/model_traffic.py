@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gimbal_kernels.counting import TrafficWindow
+from gimbal_kernels.counting.window import ClosingWindow
 
 from .rank_place import RankPlace
 
@@ -36,7 +37,7 @@ class ModelTraffic:
         self.window = TrafficWindow(
             model.num_moe_layers, place.num_sources, model.num_logical_experts, device=device, group=group
         )
-        self.closed: deque[torch.Tensor] = deque()
+        self.closed: deque[ClosingWindow] = deque()
         self.loads = RankLoads(place, device, group, pressure_interval, layers=model.num_moe_layers)
         self._before: torch.Tensor | None = None
 
@@ -59,9 +60,9 @@ class ModelTraffic:
         self.loads.add(picks)
 
     def close(self) -> None:
-        """Closes the window, a collective; its traffic waits in `closed` for the placement policy."""
+        """Closes the window, a collective that is not waited for here; `closed` holds it for the policy."""
         self.closed.clear()
-        self.closed.append(self.window.close())
+        self.closed.append(self.window.close_async())
 
     def current_slots(self) -> Any:
         """The slot map in force, [L, P] on the host."""

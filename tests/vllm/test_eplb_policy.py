@@ -43,7 +43,8 @@ def add_model(rows: SourceRows, traffic: np.ndarray) -> Any:
     weights = [[torch.zeros(2, 3, 4), torch.zeros(2, 5)]]
     state = SimpleNamespace(model=SimpleNamespace(expert_weights=weights))
     window = SimpleNamespace(counts=torch.zeros(traffic.shape))
-    model = SimpleNamespace(state=state, window=window, closed=deque([torch.from_numpy(traffic)]))
+    closed = SimpleNamespace(wait=lambda: torch.from_numpy(traffic))
+    model = SimpleNamespace(state=state, window=window, closed=deque([closed]))
     rows._models[id(state)] = model
     rows._eplb_state.model_states[str(len(rows._models))] = state
     return model

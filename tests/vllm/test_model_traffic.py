@@ -90,7 +90,7 @@ def test_closed_window_waits_for_the_policy_and_replaces_an_older_one() -> None:
     traffic.window.counts[0, 0, 0] = 9
     traffic.close()
     [closed] = traffic.closed
-    assert closed[0, 0, 0] == 9
+    assert closed.wait()[0, 0, 0] == 9
     assert traffic.window.counts.sum() == 0
 
 
