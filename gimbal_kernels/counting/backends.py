@@ -30,13 +30,15 @@ def implementation(backend: str, topk_ids: Any) -> Callable[..., None]:
         ValueError: an unknown backend, or one that cannot serve these tensors here, with the reason.
     """
     name = choose(backend, topk_ids)
-    modules: dict[str, Any] = {"torch": reference, "host": host, "cuda": cuda}
-    if name == "triton":
-        from . import triton_kernels
+    if name == "host":
+        return host.map_and_count
+    if name == "torch":
+        return reference.map_and_count
+    if name == "cuda":
+        return cuda.map_and_count
+    from . import triton_kernels
 
-        return triton_kernels.map_and_count
-    found: Callable[..., None] = modules[name].map_and_count
-    return found
+    return triton_kernels.map_and_count
 
 
 def choose(backend: str, topk_ids: Any) -> str:

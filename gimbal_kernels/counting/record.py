@@ -65,8 +65,17 @@ def map_and_count(
     if out is None:
         out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     if topk_ids.numel():
-        controls = {"layer": layer, "source": source, "num_tokens": num_tokens, "enabled": enabled}
-        serve(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
+        serve(
+            topk_ids,
+            replica_map,
+            counts,
+            layer=layer,
+            source=source,
+            physical_load=physical_load,
+            num_tokens=num_tokens,
+            enabled=enabled,
+            out=out,
+        )
     return out
 
 
@@ -75,7 +84,7 @@ def _check_tensor(
 ) -> None:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: a {type(value).__name__}; valid: a torch tensor {list(shape)}")
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise ValueError(f"{name}: shape {list(value.shape)}; valid: {list(shape)}")
     if value.dtype not in dtypes:
         raise ValueError(f"{name}: dtype {value.dtype}; valid: {' or '.join(map(str, dtypes))}")
@@ -94,14 +103,14 @@ def _check_tensors(topk_ids: Any, replica_map: Any, counts: Any, physical_load: 
         raise ValueError(f"replica_map: a {type(replica_map).__name__}; valid: a ReplicaMap")
     if replica_map.device != device:
         raise ValueError(f"replica_map: on {replica_map.device}; valid: {device}, where topk_ids is")
-    layers, sources = replica_map.num_layers, replica_map.num_sources
-    _check_tensor("counts", counts, device, ID_TYPES, (layers, sources, replica_map.num_experts))
+    cells, slots = replica_map.nearest.shape, replica_map.slots.shape
+    _check_tensor("counts", counts, device, ID_TYPES, cells)
     _check_contiguous("counts", counts)
     if physical_load is not None:
-        _check_tensor("physical_load", physical_load, device, ID_TYPES, (layers, replica_map.num_slots))
+        _check_tensor("physical_load", physical_load, device, ID_TYPES, slots)
         _check_contiguous("physical_load", physical_load)
     if out is not None:
-        _check_tensor("out", out, device, (topk_ids.dtype,), tuple(topk_ids.shape))
+        _check_tensor("out", out, device, (topk_ids.dtype,), topk_ids.shape)
 
 
 def _check_contiguous(name: str, value: Any) -> None:
