@@ -2,8 +2,8 @@
 
     python bench/placement_report.py [--seeds 3] [--nodes 1000] [--layers N] [--json FILE]
 
-One table per shape of SPEC section 1: mean and largest gap to the lower bound at weights (1, 4, 0.02), and the time of
-both efforts as a multiple of vLLM's policy in the same process, processor time on all threads together included.
+Per shape: mean and largest gap to the lower bound at weights (1, 4, 0.02), and the wall time of both efforts as a
+multiple of vLLM's policy in the same process; processor time is that of all threads together.
 """
 
 from __future__ import annotations

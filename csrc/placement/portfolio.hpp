@@ -20,8 +20,8 @@
 
 namespace gimbal::placement {
 
-typedef int HostLanes __attribute__((vector_size(32)));
-typedef unsigned UnsignedHostLanes __attribute__((vector_size(32)));
+typedef int HostLanes __attribute__((vector_size(16)));
+typedef unsigned UnsignedHostLanes __attribute__((vector_size(16)));
 
 template <>
 struct UnsignedOf<HostLanes> {
@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 // The Block of one host thread.
 struct Serial {
-  static constexpr int kLanes = 8;
+  static constexpr int kLanes = 4;
   using Ints = HostLanes;
   Clock::time_point deadline = Clock::time_point::max();
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of method "portfolio": on the host under random schedules (tests/simt), and compiled for GPUs."""
+"""The CUDA kernels of method "portfolio": on the host under random schedules (tests/simt), and compiled."""
 
 from __future__ import annotations
 
