@@ -6,6 +6,7 @@ CuPy loads and launches them, on torch's current stream, so that they take part 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,31 @@ def _module(folder: str, device: int) -> Any:
     return cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
 
 
+@dataclass(frozen=True)
+class _Handle:
+    """A stream's handle in the form that CuPy 14 takes (the CUDA stream protocol)."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int, device: int) -> Any:
+    """CuPy's view of a CUDA stream; it owns nothing, so it may be kept after the stream is gone."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle, device)
+
+
 def launch(
     folder: str, name: str, device: Any, *, blocks: int, threads: int, shared_bytes: int, argument: Any
 ) -> None:
     """Launches a kernel on torch's current stream of `device`; `argument` is a numpy array of one element."""
-    import cupy
-
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
-        with stream:
+        with _stream(torch.cuda.current_stream(index).cuda_stream, index):
             kernel(folder, name, index)((blocks,), (threads,), (argument,), shared_mem=shared_bytes)
