@@ -1,7 +1,7 @@
 // Maps logical expert ids to physical slots and counts the picks, in one launch (SPEC section 2).
 //
-// Grid: blocks of kThreads threads, about as many blocks as the GPU has multiprocessors. Block b owns the b-th stretch of
-// the flattened [rows, top_k] picks, and no counter. Each thread takes kPicks neighbouring picks at a time, by 16-byte loads and
+// Grid: blocks of kThreads threads, at most one per multiprocessor. Block b owns the b-th stretch of the flattened
+// [rows, top_k] picks, and no counter. Each thread takes kPicks neighbouring picks at a time, by 16-byte loads and
 // stores where ids and out are contiguous and aligned. Shared memory holds a histogram over a window of sources
 // (those from the block's first row on) and one over slots; it is added to the global counters once, by one atomic per
 // non-zero bin. Lanes of a warp that picked the same slot for the same source add up first: one atomic for all of them.

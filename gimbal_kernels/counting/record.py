@@ -65,17 +65,8 @@ def map_and_count(
     if out is None:
         out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     if topk_ids.numel():
-        serve(
-            topk_ids,
-            replica_map,
-            counts,
-            layer=layer,
-            source=source,
-            physical_load=physical_load,
-            num_tokens=num_tokens,
-            enabled=enabled,
-            out=out,
-        )
+        controls = {"layer": layer, "source": source, "num_tokens": num_tokens, "enabled": enabled}
+        serve(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
     return out
 
 

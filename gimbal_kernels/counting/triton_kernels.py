@@ -87,6 +87,17 @@ def count_by_source(p_layer, expert, source_of_pick, mask, num_sources, E: tl.co
         add_histogram(p_layer + source * E, expert, mask & (source_of_pick == source), E, BINS)
 
 
+@triton.jit
+def counted(mask, i_row, num_counted_rows, num_tokens, enabled):
+    """Which of the masked picks count; num_tokens and enabled: integer [1], or None."""
+    m_count = mask & (i_row < num_counted_rows)
+    if num_tokens is not None:
+        m_count = m_count & (i_row < tl.load(num_tokens))
+    if enabled is not None:
+        m_count = m_count & (tl.load(enabled) != 0)
+    return m_count
+
+
 @triton.jit(
     do_not_specialize=[
         "num_rows",
@@ -153,11 +164,7 @@ def map_and_count_kernel(
     p_out = out + i_row * out_row_stride + i_column * out_column_stride
     tl.store(p_out, b_slot.to(out.dtype.element_ty), mask=m_pick)
 
-    m_count = m_valid & (i_row < num_counted_rows)
-    if num_tokens is not None:
-        m_count = m_count & (i_row < tl.load(num_tokens))
-    if enabled is not None:
-        m_count = m_count & (tl.load(enabled) != 0)
+    m_count = counted(m_valid, i_row, num_counted_rows, num_tokens, enabled)
     p_layer = counts + layer.to(tl.int64) * num_sources * E
     if source_of_row is not None:
         count_by_source(p_layer, b_expert, b_source, m_count, num_sources, E, EXPERT_BINS)

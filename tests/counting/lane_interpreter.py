@@ -109,7 +109,7 @@ FAULTS = [
     Fault("off by one at E", "(b_id < E)", "(b_id <= E)", "padding ids"),
     Fault("padding rows counted", "i_row < tl.load(num_tokens)", "i_row >= 0", "num_tokens on the device"),
     Fault("one padding row counted", "i_row < tl.load", "i_row <= tl.load", "num_tokens on the device"),
-    Fault("host limit ignored", "(i_row < num_counted_rows)", "(i_row < num_rows)", "num_tokens int"),
+    Fault("host limit ignored", "mask & (i_row < num_counted_rows)", "mask", "num_tokens int"),
     Fault("flag ignored", "(tl.load(enabled) != 0)", "(tl.load(enabled) > -1)", "disabled on the device"),
     Fault("writes past the rows", "m_pick = i_row < num_rows", "m_pick = i_row < num_rows + 1", "plain"),
     Fault("experts in one pass only", PASSES, "tl.static_range(1)", "1025 experts"),

@@ -1,7 +1,7 @@
 // Runs the CUDA counting kernels on the host: calls from one file, results to another (simt_lane.py writes and reads).
 //
-// A call: 64-bit words [kernel, blocks, shared bytes, seed, workers], the words of Arguments with pointers left 0, the sizes in
-// bytes of the ten arrays (-1: absent), then their contents. A result: the contents of out, counts and load afterwards.
+// A call: 64-bit words [kernel, blocks, shared bytes, seed, workers], the words of Arguments with pointers left 0, the
+// sizes in bytes of the ten arrays (-1: absent), then their contents. A result: the contents of out, counts and load afterwards.
 // Every array lies in an allocation of exactly its size, so that AddressSanitizer sees an access past either end.
 
 #include <cstdio>
