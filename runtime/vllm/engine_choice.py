@@ -55,7 +55,9 @@ class EngineChoice:
         self.metrics_fuse = Fuse("engine-metrics")
         self.client_index = client_index
         self.first_rank = engine_ranks[0]
-        self.metrics = EngineMetrics(exports_figures=client_index == 0, first_rank=self.first_rank)
+        self.metrics = self.metrics_fuse.run(
+            lambda: EngineMetrics(exports_figures=client_index == 0, first_rank=self.first_rank), lambda: None
+        )
         self.selector = EngineSelector(
             len(engine_ranks),
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -82,9 +84,9 @@ class EngineChoice:
             # exchange tells it of all of them.
             moe = pressure.get(f"pressure_{self.first_rank + engine}", 0.0)
             self.selector.observe(engine, replace(report.trace_for(self.client_index, now), moe=moe))
-            self.metrics_fuse.attempt(self.metrics.trace_seen, engine)
+            self._tell("trace_seen", engine)
             self._tell_compensation(engine)
-        self.metrics_fuse.attempt(self.metrics.figures, reports)
+        self._tell("figures", reports)
 
     def choose(self, request: Any, pinned: int | None) -> Decision:
         """Chooses, remembers the request for `release`, and numbers it for the engine's acknowledgement."""
@@ -92,7 +94,7 @@ class EngineChoice:
         request.trace_headers = {**(request.trace_headers or {}), SEQUENCE_HEADER: str(decision.seq)}
         self.release(request.request_id)  # a streaming session sends again under the same id
         self._sent[request.request_id] = (decision.engine, decision.seq)
-        self.metrics_fuse.attempt(self.metrics.decision, decision, self.selector.scores)
+        self._tell("decision", decision, self.selector.scores)
         self._tell_compensation(decision.engine)
         return decision
 
@@ -117,7 +119,12 @@ class EngineChoice:
         return figures if now - self._pressure_time <= self.config.stale_after else {}
 
     def _tell_compensation(self, engine: int) -> None:
-        self.metrics_fuse.attempt(self.metrics.compensation, engine, self.selector.compensation(engine))
+        self._tell("compensation", engine, self.selector.compensation(engine))
+
+    def _tell(self, name: str, *args: Any) -> None:
+        """Calls one of the metrics' methods; an error there stops no choice."""
+        if self.metrics is not None:
+            self.metrics_fuse.attempt(getattr(self.metrics, name), *args)
 
 
 def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """An engine reports prefill left, waiting prefill, KV use, MoE pressure and what it has admitted.
 
-The report goes out with vLLM's own load statistics when something has changed, at most every 50 ms, and at least
+The report goes out with vLLM's own load statistics when something has changed, at most every 100 ms, and at least
 once per heartbeat. The heartbeat is not a thread's word: it wakes the engine's own loop, which publishes, so a
 stuck engine falls silent. Part of the hook `trace-path`.
 """
@@ -21,8 +21,9 @@ from .settings import config_for, reports_travel
 CORE = "vllm.v1.engine.core"
 SEQUENCE_HEADER = "x-gimbal-sequence"
 """Trace header in which an API server numbers the requests that it sends to one engine."""
-MIN_INTERVAL = 0.05
-"""Seconds between reports, except when a request was admitted or the engine has become idle."""
+MIN_INTERVAL = 0.1
+"""Seconds between reports, as between the coordinator's own publications, except when a request was admitted or
+the engine has become idle."""
 STOCK_METHODS = {
     "_maybe_publish_request_counts": ["self"],
     "run_busy_loop": ["self"],
@@ -139,8 +140,8 @@ def _statistics(engine: Any, wire: dict[str, Any]) -> Any:
 
 def _reporter(engine: Any) -> Reporter:
     reporter = vars(engine).get("gimbal_reporter")
-    if reporter is None:
-        reporter = engine.gimbal_reporter = Reporter(engine)
+    if reporter is None:  # asked for on two threads; the first one to be stored serves both
+        reporter = vars(engine).setdefault("gimbal_reporter", Reporter(engine))
     return reporter  # type: ignore[no-any-return]
 
 

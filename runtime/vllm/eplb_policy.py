@@ -55,13 +55,21 @@ def decide(rows: SourceRows, balancer: Balancer, traffic: Any, current: Any) -> 
     return balancer.decide(traffic, current)
 
 
-def agreed(slots: Any | None, group: Any) -> bool:
-    """Whether every rank of `group` came to the same slots; a collective on the host, joined by every rank."""
+def vote(slots: Any | None, *, well: bool, group: Any) -> tuple[bool, bool]:
+    """A collective on the host, joined by every rank of `group`.
+
+    Args:
+        slots: what this rank came to; None: nothing.
+        well: whether this rank counted all its picks.
+
+    Returns:
+        Whether all ranks came to the same slots, and whether all are well.
+    """
     digest = 0 if slots is None else zlib.crc32(np.ascontiguousarray(slots, dtype=np.int64).tobytes())
-    votes = torch.tensor([int(slots is not None), digest, -digest], dtype=torch.int64)
+    votes = torch.tensor([int(slots is not None), digest, -digest, int(well)], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
-    has_slots, lowest, highest = votes.tolist()
-    return bool(has_slots) and lowest == -highest
+    has_slots, lowest, highest, all_well = votes.tolist()
+    return bool(has_slots) and bool(all_well) and lowest == -highest, bool(all_well)
 
 
 def report(
@@ -117,10 +125,10 @@ def rebalance(
         return decide(rows, balancer, traffic, current), model, balancer, traffic
 
     result = _fuse.run(ours, lambda: None)
-    well = not (rows.fuse.blown or _fuse.blown)
-    slots = result[0] if result is not None and well else None
-    chosen = slots if agreed(slots, group) else stock()
-    if result is not None and result[1] is rows.main():
+    slots = result[0] if result is not None else None
+    agreed, all_well = vote(slots, well=not (rows.fuse.blown or _fuse.blown), group=group)
+    chosen = slots if agreed else stock()
+    if all_well and result is not None and result[1] is rows.main():
         _, model, balancer, traffic = result
         _report_fuse.attempt(report, rows, model, balancer, traffic, current, chosen)
     return chosen

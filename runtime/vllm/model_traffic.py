@@ -59,6 +59,16 @@ class ModelTraffic:
         row.scatter_add_(1, self.state.physical_to_logical_map.long(), picks.to(row.dtype))
         self.loads.add(picks)
 
+    def start_afresh(self) -> None:
+        """Forgets what was counted so far: the server has been profiled and warmed up, and serves from here."""
+        self._before = None
+        self.window.counts.zero_()
+        self.loads.forget()
+
+    def forget_baseline(self) -> None:
+        """A pass was prepared that does not count (profiling)."""
+        self._before = None
+
     def close(self) -> None:
         """Closes the window, a collective that is not waited for here; `closed` holds it for the policy."""
         self.closed.clear()
@@ -103,6 +113,10 @@ class RankLoads:
         """picks: [L, P] of one forward pass."""
         per_rank = picks.reshape(picks.shape[0], self._place.num_ranks, -1).sum(dim=(0, 2), dtype=torch.int64)
         self._own[:-1] += per_rank
+
+    def forget(self) -> None:
+        """Drops this rank's picks since the last exchange."""
+        self._own.zero_()
 
     def end_step(self, *, well: bool) -> bool:
         """Called in every step, dummy or not, at the same step on every rank; a collective when it is due.

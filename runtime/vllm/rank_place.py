@@ -79,6 +79,11 @@ def reason_not_to_count(parallel_config: Any) -> str | None:
 def reason_not_to_count_model(model: Any) -> str | None:
     """Why source rows cannot be had from this model's MoE layers, or None."""
     for layer in model.moe_layers:
+        known = all(
+            hasattr(layer, name) for name in ("is_monolithic", "do_naive_dispatch_combine", "moe_config")
+        )
+        if not known:
+            return f"its experts ({type(layer).__name__}) are not run by vLLM's MoE runner"
         if layer.is_monolithic:
             return "its fused kernel routes by itself and records nothing"
         if layer.do_naive_dispatch_combine:

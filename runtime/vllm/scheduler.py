@@ -40,8 +40,8 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
     """
 
     def __init__(self, *, age_limit: float, block_size: int, uncached_tokens: Callable[[Any], int]) -> None:
+        self._taken: dict[str, int] = {}  # request id -> size, of those popped in this scheduling pass
         # Requests carry the wall-clock time at which the API server received them.
-        self._taken: dict[str, _Waiting] = {}  # popped in this scheduling pass
         self._queue: ShortestPrefillQueue[_Waiting] = ShortestPrefillQueue(
             age_limit=age_limit, clock=time.time, block_size=block_size
         )
@@ -62,16 +62,13 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         for request in requests:
             self.prepend_request(request)
-        self._taken.clear()
 
     def peek_request(self) -> Any:
         return self._queue.peek().request
 
     def pop_request(self) -> Any:
         entry = self._queue.pop()
-        if len(self._taken) >= 1024:  # a long run of requests that were all started
-            self._taken.clear()
-        self._taken[entry.request.request_id] = entry
+        self._taken[entry.request.request_id] = entry.prefill_tokens
         return self._leave(entry)
 
     def remove_request(self, request: Any) -> None:
@@ -85,6 +82,10 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
             if request.request_id in self._entries:
                 self.remove_request(request)
 
+    def end_pass(self) -> None:
+        """A scheduling pass is over: what was popped and not put back has been started."""
+        self._taken.clear()
+
     def __bool__(self) -> bool:
         return bool(self._entries)
 
@@ -96,9 +97,9 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
 
     def _enter(self, request: Any) -> _Waiting:
         # One that was only passed over is not looked up in the prefix cache again, step after step.
-        taken = self._taken.pop(request.request_id, None)
-        passed_over = taken is not None and request.status != RequestStatus.PREEMPTED
-        size = taken.prefill_tokens if taken is not None and passed_over else self._uncached_tokens(request)
+        size = self._taken.pop(request.request_id, None)
+        if size is None or request.status == RequestStatus.PREEMPTED:
+            size = self._uncached_tokens(request)
         entry = _Waiting(request, size, request.arrival_time)
         self._entries[request.request_id] = entry
         self.prefill_tokens += entry.prefill_tokens
@@ -129,6 +130,15 @@ class _ShortestPrefillFirst:
             block_size=scheduler.block_size,
             uncached_tokens=self._uncached_tokens,
         )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's scheduling pass."""
+        scheduler: Any = super()
+        output = scheduler.schedule(*args, **kwargs)
+        waiting = vars(self).get("waiting")
+        if isinstance(waiting, WaitingQueue):
+            waiting.end_pass()
+        return output
 
     def _uncached_tokens(self, request: Any) -> int:
         left = int(request.num_tokens - request.num_computed_tokens)

@@ -34,9 +34,14 @@ def config_for(vllm_config: Any) -> GimbalConfig:
     return known  # type: ignore[no-any-return]
 
 
+def rust_frontend() -> bool:
+    """Whether vLLM's Rust front end is asked for; it reads the coordinator's rows itself."""
+    return os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+
+
 def reports_travel(config: GimbalConfig) -> bool:
     """Whether engines report to the API servers: to choose engines, or to export what is counted."""
-    return config.chooses_engines or config.counts_traffic
+    return (config.chooses_engines or config.counts_traffic) and not rust_frontend()
 
 
 def _prepare(vllm_config: Any) -> None:
@@ -61,8 +66,10 @@ def _idle_halves(config: GimbalConfig, parallel: Any) -> list[str]:
         halves.append("engine choice is inactive: there is one engine (--data-parallel-size 1)")
     elif config.chooses_engines and parallel.data_parallel_external_lb:
         halves.append("engine choice is inactive: an external load balancer chooses")
-    elif config.chooses_engines and os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+    elif config.chooses_engines and rust_frontend():
         halves.append("engine choice is inactive: the Rust frontend is in use and chooses by itself")
+    if config.counts_traffic and (parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb):
+        halves.append("placement figures are in the log only: no internal load balancer, no way to /metrics")
     return halves
 
 

@@ -11,7 +11,7 @@ Layouts and models where routing does not precede dispatch are not counted, and 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..balancer import save_rest
 from ..config import GimbalConfig
-from .guard import Fuse, Hook, HookMismatch, expect, patch, warn_once
+from .guard import Fuse, Hook, HookMismatch, expect, logger, patch, warn_once
 from .model_traffic import ModelTraffic
 from .rank_place import RankPlace, place_of_this_rank, reason_not_to_count, reason_not_to_count_model
 from .settings import config_for
@@ -53,41 +53,47 @@ class SourceRows:
         """Figures that only grow, and those of the last closed window; written by the placement policy."""
         self._eplb_state = eplb_state
         self._group = group
-        self._models: dict[int, ModelTraffic | None] = {}
+        self._models: dict[str, ModelTraffic] = {}  # by vLLM's key, in vLLM's order
         self._rearranging_since: float | None = None
 
-    def of(self, model_state: Any) -> ModelTraffic | None:
-        """The traffic of one EplbModelState, made when first asked for; None if it cannot be counted."""
-        key = id(model_state)
-        if key not in self._models:
-            reason = reason_not_to_count_model(model_state.model)
-            if reason is not None:
-                warn_once(f"Gimbal does not count {model_state.model_name}: {reason}")
-            self._models[key] = (
-                ModelTraffic(model_state, self.place, self._group, self.config.pressure_interval)
-                if reason is None
-                else None
-            )
-        return self._models[key]
+    def add(self, model_key: str) -> None:
+        """A model was loaded; on every rank at the same time. Unless all can count it, none does.
+
+        Tensors are made here, before serving: later there is nothing left that could fail on one rank only.
+        """
+        state = self._eplb_state.model_states[model_key]
+        with torch.inference_mode(False):  # they are written to in and outside of it
+            result = _traffic_or_reason(state, self.place, self._group, self.config.pressure_interval)
+        reason = result if isinstance(result, str) else None
+        reasons = [other for other in gather(reason) if other is not None]
+        if reasons:
+            warn_once(f"Gimbal does not count {state.model_name}: {reasons[0]}")
+        elif isinstance(result, ModelTraffic):
+            self._models[model_key] = result
 
     def counted(self) -> list[ModelTraffic]:
         """Models that are counted, in vLLM's order."""
-        if self.stood_aside:
-            return []
-        models = [self.of(state) for state in self._eplb_state.model_states.values()]
-        return [model for model in models if model is not None]
+        return [] if self.stood_aside else list(self._models.values())
 
     def main(self) -> ModelTraffic | None:
         """The model whose figures are reported; a drafter is the smaller one."""
-        models = [model for model in self._models.values() if model is not None]
-        return max(models, key=lambda model: model.window.counts.numel(), default=None)
+        return max(self._models.values(), key=lambda model: model.window.counts.numel(), default=None)
+
+    def start_afresh(self) -> None:
+        """The server is about to serve: picks of profiling and warm-up are dropped."""
+        for model in self.counted():
+            model.start_afresh()
 
     def before_forward(self, model_key: str) -> None:
-        """A forward pass of one model is about to run; `model_key` is vLLM's for it."""
-        state = self._eplb_state.model_states.get(model_key)
-        model = None if state is None or self.stood_aside else self.of(state)
-        if model is not None:
+        """A forward pass of one model is about to run."""
+        model = self._models.get(model_key)
+        if model is not None and not self.stood_aside:
             model.before_forward()
+
+    def after_profile(self) -> None:
+        """A pass that counts for nothing has run."""
+        for model in self.counted():
+            model.forget_baseline()
 
     def after_step(self, *, is_dummy: bool) -> None:
         """Counts the step that just ran; then, on every rank alike, exchanges loads when that is due."""
@@ -99,7 +105,7 @@ class SourceRows:
             warn_once("Gimbal: a rank can no longer count; all ranks have stopped, vLLM's own policy decides")
 
     def close_windows(self) -> None:
-        """A collective on every rank; what a rank that is not well adds is not used, see the policy."""
+        """A collective on every rank; a window to which not all ranks could add is not used, see the policy."""
         self._rearranging_since = time.perf_counter()
         # Noted here, at the same step on all ranks: the transfer thread asks for it at a time of its own.
         self.joint = not self.stood_aside
@@ -133,6 +139,26 @@ class SourceRows:
         save_rest(self.config.traffic_dir, rank, traffic=traffic, current=main.current_slots())
 
 
+def _traffic_or_reason(state: Any, place: RankPlace, group: Any, interval: int) -> ModelTraffic | str:
+    """The counters of a model, or why it is not counted."""
+    reason = reason_not_to_count_model(state.model)
+    if reason is not None:
+        return reason
+    try:
+        return ModelTraffic(state, place, group, interval)
+    except Exception as error:
+        logger.exception("Gimbal: no counters for %s", state.model_name)
+        return f"{type(error).__name__}: {error}"
+
+
+def gather(mine: Any) -> list[Any]:
+    """`mine` of every EP rank, in rank order; a collective on the host."""
+    ep_group = expect("vllm.distributed.parallel_state", "get_ep_group")()
+    everyone: list[Any] = [None] * ep_group.world_size
+    dist.all_gather_object(everyone, mine, group=ep_group.cpu_group)
+    return everyone
+
+
 _of_this_process: SourceRows | None = None
 
 
@@ -158,20 +184,20 @@ def start_counting(eplb_state: Any, config: GimbalConfig) -> None:
         if config.counts_traffic:
             warn_once(f"Gimbal does not count on this server: {reason}")
         return
-    ep_group = expect("vllm.distributed.parallel_state", "get_ep_group")()
     mine = {name: value for name, value in asdict(config).items() if name in SHARED_SETTINGS}
-    everyone: list[Any] = [None] * ep_group.world_size
-    dist.all_gather_object(everyone, mine, group=ep_group.cpu_group)
-    for rank, settings in enumerate(everyone):
+    for rank, settings in enumerate(gather(mine)):
         if settings != mine:
             raise ValueError(
                 f"Gimbal's settings: {mine} here, {settings} on EP rank {rank}; valid: the same on all"
             )
-    if config.counts_traffic:
-        place = place_of_this_rank(eplb_state.parallel_config)
-        eplb_state.gimbal_rows = _of_this_process = SourceRows(
-            eplb_state, config, place, ep_group.device_group
-        )
+    if not config.counts_traffic:
+        return
+    if config.traffic_dir is not None and eplb_state.parallel_config.pipeline_parallel_size > 1:
+        warn_once("Gimbal saves no windows: pipeline stages would write the same files")
+        config = replace(config, traffic_dir=None)
+    place = place_of_this_rank(eplb_state.parallel_config)
+    group = expect("vllm.distributed.parallel_state", "get_ep_group")().device_group
+    eplb_state.gimbal_rows = _of_this_process = SourceRows(eplb_state, config, place, group)
 
 
 def _own_unpadded(load_view: torch.Tensor, num_unpadded: torch.Tensor | None, rows: int) -> Any:
@@ -182,11 +208,16 @@ def _own_unpadded(load_view: torch.Tensor, num_unpadded: torch.Tensor | None, ro
     all_rows = rows_of_this_process()
     if all_rows is None or num_unpadded is None:
         return num_unpadded
-    storage = load_view.untyped_storage().data_ptr()
-    for model in all_rows.counted():
-        if model.sequence_parallel and model.state.expert_load_pass.untyped_storage().data_ptr() == storage:
-            return all_rows.place.unpadded_rows(num_unpadded, rows)
-    return num_unpadded
+
+    def own() -> Any:
+        storage = load_view.untyped_storage().data_ptr()
+        for model in all_rows.counted():
+            load = model.state.expert_load_pass
+            if model.sequence_parallel and load.untyped_storage().data_ptr() == storage:
+                return all_rows.place.unpadded_rows(num_unpadded, rows)
+        return num_unpadded
+
+    return all_rows.fuse.run(own, lambda: num_unpadded)
 
 
 def _install_recording() -> None:
@@ -227,6 +258,7 @@ def _install() -> None:
     _check()
     state_class = expect(STATE, "EplbState")
     init = expect(STATE, "EplbState.__init__", ["self", "parallel_config", "device"])
+    add_model = expect(STATE, "EplbState.add_model", ["self", "model", "model_config"])
     prepare = expect(STATE, "EplbState.prepare_forward", ["self", "model_config", "num_unpadded_tokens"])
     step = expect(STATE, "EplbState.step", ["self", "is_dummy", "is_profile", "log_stats"])
     rearrange = expect(STATE, "EplbState.rearrange", ["self", "is_profile"])
@@ -234,12 +266,26 @@ def _install() -> None:
     model_key = expect("vllm.config.utils", "compute_hash_cached")
     current_config = expect("vllm.config", "get_current_vllm_config")
     worker_class = expect("vllm.v1.worker.gpu_worker", "Worker")
+    warm_up = expect("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ["self"])
     stop_worker = expect("vllm.v1.worker.gpu_worker", "Worker.shutdown", ["self"])
     _install_recording()
 
     def state_init(self: Any, parallel_config: Any, device: torch.device) -> None:
         init(self, parallel_config, device)
         start_counting(self, config_for(current_config()))
+
+    def eplb_add_model(self: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        add_model(self, model, model_config, *args, **kwargs)
+        rows = rows_of(self)
+        if rows is not None:
+            rows.add(model_config.compute_hash())
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        result = warm_up(self)
+        rows = rows_of_this_process()
+        if rows is not None:
+            rows.fuse.attempt(rows.start_afresh)
+        return result
 
     def prepare_forward(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         prepare(self, model_config, *args, **kwargs)
@@ -251,7 +297,9 @@ def _install() -> None:
         self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
     ) -> None:
         rows = rows_of(self)
-        if rows is not None and not is_profile:
+        if rows is not None and is_profile:
+            rows.after_profile()
+        elif rows is not None:
             rows.after_step(is_dummy=is_dummy)
         step(self, is_dummy, is_profile, log_stats)
         if rows is not None:
@@ -275,7 +323,9 @@ def _install() -> None:
             rows.fuse.attempt(rows.save_rest)
         stop_worker(self)
 
+    worker_class.compile_or_warm_up_model = compile_or_warm_up_model
     worker_class.shutdown = shutdown
+    state_class.add_model = eplb_add_model
     state_class.__init__ = state_init
     state_class.prepare_forward = prepare_forward
     state_class.step = eplb_step

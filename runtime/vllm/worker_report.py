@@ -36,6 +36,8 @@ def _install() -> None:
         get_output = output.get_output
 
         def get_output_with_figures() -> Any:
+            # Called once. Left in place, the closure and the output would hold each other and its tensors.
+            vars(output).pop("get_output", None)
             result = get_output()
             _fuse.attempt(_attach, result, empty)
             return result

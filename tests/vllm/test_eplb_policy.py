@@ -45,8 +45,7 @@ def add_model(rows: SourceRows, traffic: np.ndarray) -> Any:
     window = SimpleNamespace(counts=torch.zeros(traffic.shape))
     closed = SimpleNamespace(wait=lambda: torch.from_numpy(traffic))
     model = SimpleNamespace(state=state, window=window, closed=deque([closed]))
-    rows._models[id(state)] = model
-    rows._eplb_state.model_states[str(len(rows._models))] = state
+    rows._models[str(len(rows._models))] = model
     return model
 
 
@@ -99,7 +98,7 @@ def run_rank(rank: int, folder: Path, scenario: str, results: Any) -> None:
         object.__setattr__(config, "traffic_dir", str(folder / "file"))
     shape = (LAYERS, EXPERTS)
     slots = eplb_policy.rebalance(rows, shape, current_slots(), 1, lambda: STOCK, dist.group.WORLD)
-    results.put((rank, np.asarray(slots).tolist()))
+    results.put((rank, np.asarray(slots).tolist(), rows.totals))
     dist.destroy_process_group()
 
 
@@ -114,12 +113,15 @@ def test_ranks_end_up_with_one_map(tmp_path: Path, scenario: str, is_ours: bool)
     ranks = [context.Process(target=run_rank, args=(rank, tmp_path, scenario, results)) for rank in (0, 1)]
     for process in ranks:
         process.start()
-    slots = dict(results.get(timeout=60) for _ in ranks)
+    answers = [results.get(timeout=60) for _ in ranks]
+    slots = {rank: answer for rank, answer, _ in answers}
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
     assert slots[0] == slots[1]
     assert (slots[0] != STOCK.tolist()) == is_ours
+    if scenario in ("fails", "cannot count"):  # a window that lacks one rank's picks is told to nobody
+        assert all(totals == {} for _, _, totals in answers)
 
 
 def test_report_counts_moves_and_bytes(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_report_counts_moves_and_bytes(tmp_path: Path) -> None:
 
 
 def test_a_drafter_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eplb_policy, "agreed", lambda slots, group: slots is not None)
+    monkeypatch.setattr(eplb_policy, "vote", lambda slots, well, group: (slots is not None, well))
     rows = make_rows(GimbalConfig(mode="ep"))
     add_model(rows, make_traffic())
     draft = np.ones((1, SOURCES, EXPERTS), dtype=np.int64)
@@ -178,9 +180,11 @@ def test_layouts_that_cannot_be_counted_are_named() -> None:
     )
 
     def model(monolithic: bool, gathers: bool) -> Any:
-        layer = SimpleNamespace(is_monolithic=monolithic, do_naive_dispatch_combine=gathers)
+        layer = SimpleNamespace(is_monolithic=monolithic, do_naive_dispatch_combine=gathers, moe_config=None)
         return SimpleNamespace(moe_layers=[layer])
 
     assert reason_not_to_count_model(model(False, False)) is None
     assert "fused kernel" in str(reason_not_to_count_model(model(True, False)))
     assert "gathered" in str(reason_not_to_count_model(model(False, True)))
+    own_kernel = SimpleNamespace(moe_layers=[torch.nn.Linear(1, 1)])
+    assert "MoE runner" in str(reason_not_to_count_model(own_kernel))

@@ -42,7 +42,7 @@ def test_expect_refuses_what_differs(module: types.ModuleType, path: str, parame
 def test_unfit_hook_warns_once_by_name_and_the_others_stay(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     done: list[str] = []
 
     def unfit() -> None:
@@ -50,7 +50,6 @@ def test_unfit_hook_warns_once_by_name_and_the_others_stay(
 
     hooks = [Hook("unfit", unfit), Hook("fit", lambda: done.append("fit"))]
     with caplog.at_level(logging.WARNING, logger=guard.logger.name):
-        logging.getLogger("vllm").propagate = True
         assert install_hooks(hooks, VERSION, strict=False) == ["fit"]
     assert done == ["fit"]
     [message] = [record.getMessage() for record in caplog.records if "unfit" in record.getMessage()]

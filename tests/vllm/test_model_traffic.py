@@ -94,6 +94,23 @@ def test_closed_window_waits_for_the_policy_and_replaces_an_older_one() -> None:
     assert traffic.window.counts.sum() == 0
 
 
+def test_profiling_and_warm_up_before_serving_are_dropped() -> None:
+    state = make_state()
+    traffic = make_traffic(RankPlace(0, 1, 1, 0, 1), state)
+    traffic.before_forward()
+    state.expert_load_pass += 1000  # the profiling pass, which no step ends
+    traffic.forget_baseline()
+    traffic.before_forward()
+    state.expert_load_pass[:, 0] += 3  # made-up requests of the warm-up
+    traffic.after_forward(is_dummy=False)
+    traffic.start_afresh()
+    traffic.before_forward()
+    state.expert_load_pass[:, 0] += 2
+    traffic.after_forward(is_dummy=False)
+    assert traffic.window.counts.sum() == 2 * LAYERS
+    assert int(traffic.loads._own.sum()) == 2 * LAYERS
+
+
 def make_loads(interval: int) -> RankLoads:
     return RankLoads(RankPlace(0, 2, 4, 0, 2), torch.device("cpu"), None, interval, layers=LAYERS)
 

@@ -174,6 +174,16 @@ def test_passed_over_request_keeps_its_place(monkeypatch: pytest.MonkeyPatch) ->
     scheduler.waiting.prepend_requests([blocked])
     assert scheduler.waiting.peek_request() is short
     assert scheduler.waiting.prefill_tokens == 550
+    looked_up: list[Request] = []
+    scheduler.waiting._uncached_tokens = lambda request: looked_up.append(request) or 1
+    popped = [scheduler.waiting.pop_request(), scheduler.waiting.pop_request()]
+    scheduler.waiting.prepend_requests(popped)
+    assert looked_up == []  # both were only passed over: sizes are kept
+    assert scheduler.waiting.prefill_tokens == 550
+    scheduler.waiting.pop_request()
+    scheduler.waiting.end_pass()
+    scheduler.waiting.add_request(short)
+    assert looked_up == [short]
     scheduler.waiting.remove_requests([blocked, short])
     assert not scheduler.waiting
     assert scheduler.waiting.prefill_tokens == 0
