@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 LIBRARY_PATH = Path(__file__).parent / "_native" / "libgimbal_host.so"
 
@@ -30,3 +31,24 @@ def load() -> ctypes.CDLL | None:
 def status() -> str:
     """ "ready", or the reason why the library cannot be used."""
     return _open()[1]
+
+
+def interface(room: str, version: int) -> tuple[Any, str]:
+    """The library and "ready" if one primitive's functions (csrc/<room>) are those expected; else None and why.
+
+    Args:
+        room: the primitive's folder in csrc.
+        version: that its `gimbal_<room>_abi` must return.
+    """
+    library = load()
+    if library is None:
+        return None, status()
+    try:
+        abi = getattr(library, f"gimbal_{room}_abi")
+    except AttributeError as error:
+        return None, f"the host library was built from other sources, reinstall ({error})"
+    abi.restype = ctypes.c_int32
+    found = abi()
+    if found != version:
+        return None, f"the host library has {room} interface {found}, not {version}: reinstall"
+    return library, "ready"

@@ -22,17 +22,10 @@ WORDS = struct.Struct(f"={CALL_WORDS}q")
 
 @lru_cache(maxsize=1)
 def _bind() -> tuple[Any, str]:
-    library = _host_library.load()
+    library, reason = _host_library.interface("counting", ABI)
     if library is None:
-        return None, _host_library.status()
-    try:
-        abi = library.gimbal_counting_abi
-        call = library.gimbal_counting_map
-    except AttributeError as error:
-        return None, f"the host library was built from other sources, reinstall ({error})"
-    abi.restype = ctypes.c_int32
-    if abi() != ABI:
-        return None, f"the host library has counting interface {abi()}, not {ABI}: reinstall"
+        return None, reason
+    call = library.gimbal_counting_map
     call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_int64], None
     return call, "ready"
 

@@ -16,12 +16,11 @@ ABI = 1
 @lru_cache(maxsize=1)
 def library() -> tuple[Any, str]:
     """The library with its migration functions declared, or None and the reason."""
-    loaded = _host_library.load()
+    loaded, reason = _host_library.interface("migration", ABI)
     if loaded is None:
-        return None, _host_library.status()
+        return None, reason
     number, pointer, word = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
     signatures = {
-        "gimbal_migration_abi": (ctypes.c_int32, []),
         "gimbal_migration_plan": (ctypes.c_int32, [pointer] * 8),
         "gimbal_migration_colour": (number, [number, number, *[pointer] * 3]),
         "gimbal_migration_copy": (None, [pointer, number]),
@@ -29,15 +28,9 @@ def library() -> tuple[Any, str]:
         "gimbal_migration_store": (None, [pointer, word]),
         "gimbal_migration_swap": (word, [pointer, word, word]),
     }
-    try:
-        for name, (result, arguments) in signatures.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
-    except AttributeError as error:
-        return None, f"the host library was built from other sources, reinstall ({error})"
-    abi = loaded.gimbal_migration_abi()
-    if abi != ABI:
-        return None, f"the host library has migration interface {abi}, not {ABI}: reinstall"
+    for name, (result, arguments) in signatures.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
     return loaded, "ready"
 
 

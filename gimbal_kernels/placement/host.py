@@ -20,18 +20,11 @@ DEFAULT_WEIGHTS = {"paper": CALIBRATED, "greedy": Weights(), "eplb": Weights()}
 
 @lru_cache(maxsize=1)
 def _bind() -> tuple[Any, str]:
-    library = _host_library.load()
+    library, reason = _host_library.interface("placement", ABI)
     if library is None:
-        return None, _host_library.status()
-    try:
-        abi = library.gimbal_placement_abi
-        solve_layers = library.gimbal_placement_solve
-    except AttributeError as error:
-        return None, f"the host library was built from other sources, reinstall ({error})"
-    abi.restype = ctypes.c_int32
-    if abi() != ABI:
-        return None, f"the host library has placement interface {abi()}, not {ABI}: reinstall"
+        return None, reason
     pointer = ctypes.c_void_p
+    solve_layers = library.gimbal_placement_solve
     solve_layers.argtypes = [ctypes.c_int32, *[pointer] * 5, ctypes.c_int32, pointer]
     solve_layers.restype = ctypes.c_int32
     portfolio = library.gimbal_placement_portfolio

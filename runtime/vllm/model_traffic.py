@@ -65,10 +65,6 @@ class ModelTraffic:
         self.window.counts.zero_()
         self.loads.forget()
 
-    def forget_baseline(self) -> None:
-        """A pass was prepared that does not count (profiling)."""
-        self._before = None
-
     def close(self) -> None:
         """Closes the window, a collective that is not waited for here; `closed` holds it for the policy."""
         self.closed.clear()

@@ -54,6 +54,8 @@ class SourceRows:
         self._eplb_state = eplb_state
         self._group = group
         self._models: dict[str, ModelTraffic] = {}  # by vLLM's key, in vLLM's order
+        self.has_slices = False
+        """Whether a model routes slices of its group's tokens; asked in every MoE layer of every pass."""
         self._rearranging_since: float | None = None
 
     def add(self, model_key: str) -> None:
@@ -70,6 +72,7 @@ class SourceRows:
             warn_once(f"Gimbal does not count {state.model_name}: {reasons[0]}")
         elif isinstance(result, ModelTraffic):
             self._models[model_key] = result
+            self.has_slices |= result.sequence_parallel
 
     def counted(self) -> list[ModelTraffic]:
         """Models that are counted, in vLLM's order."""
@@ -93,7 +96,7 @@ class SourceRows:
     def after_profile(self) -> None:
         """A pass that counts for nothing has run."""
         for model in self.counted():
-            model.forget_baseline()
+            model.after_forward(is_dummy=True)
 
     def after_step(self, *, is_dummy: bool) -> None:
         """Counts the step that just ran; then, on every rank alike, exchanges loads when that is due."""
@@ -206,7 +209,7 @@ def _own_unpadded(load_view: torch.Tensor, num_unpadded: torch.Tensor | None, ro
     vLLM hands every TP rank the count of the whole group, also under sequence-parallel MoE.
     """
     all_rows = rows_of_this_process()
-    if all_rows is None or num_unpadded is None:
+    if all_rows is None or num_unpadded is None or not all_rows.has_slices:
         return num_unpadded
 
     def own() -> Any:

@@ -86,6 +86,7 @@ def test_pinned_requests_go_where_they_are_pinned(client: Client) -> None:
 
 
 def test_aborted_requests_leave_no_compensation(client: Client) -> None:
+    """Streams that are left while they run; test_trace_path has those that end before they are admitted."""
     body = {
         "model": MODEL.name,
         "prompt": "x " * 400,

@@ -98,8 +98,8 @@ def test_profiling_and_warm_up_before_serving_are_dropped() -> None:
     state = make_state()
     traffic = make_traffic(RankPlace(0, 1, 1, 0, 1), state)
     traffic.before_forward()
-    state.expert_load_pass += 1000  # the profiling pass, which no step ends
-    traffic.forget_baseline()
+    state.expert_load_pass += 1000  # the profiling pass
+    traffic.after_forward(is_dummy=True)
     traffic.before_forward()
     state.expert_load_pass[:, 0] += 3  # made-up requests of the warm-up
     traffic.after_forward(is_dummy=False)
