@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from .affinity import AffinityMap
-from .config import GimbalConfig
 from .decision_log import DecisionLog, LoggedDecision
+from .select_config import SelectConfig
 from .sent_requests import SentRequests
 from .trace import EngineTrace
 
@@ -29,58 +29,10 @@ ORDERED_STALE = "ordered_stale"
 KV_SATURATED = "kv_saturated"
 SCORE = "score"
 CLOSE = "close"
-REASONS = (PINNED, ORDERED_NO_TRACE, ORDERED_STALE, KV_SATURATED, SCORE, CLOSE)
+AFFINITY = "affinity"
+REASONS = (PINNED, ORDERED_NO_TRACE, ORDERED_STALE, KV_SATURATED, SCORE, CLOSE, AFFINITY)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SelectConfig:
-    """Constants of engine selection. 0.90 and 0.10 are the paper's (arXiv 2606.15177).
-
-    Attributes:
-        w_kv, w_moe: weights of KV cache use and MoE pressure; w_moe = 0 is the mode without feedback.
-        close: scores at most this far above the lowest one count as equal.
-        stale_after: seconds; a trace older than this is stale.
-        kv_saturated, kv_gap: the veto acts when the highest KV cache use exceeds the first and the spread
-            exceeds the second.
-        kv_full: an engine at or above it is left out while another one is below `kv_saturated`.
-        affinity_keys: affinity keys remembered; the least recently used one makes room.
-        decisions_kept: decisions kept for a look at them.
-
-    Raises:
-        ValueError: a value that is not finite or outside its range.
-    """
-
-    w_kv: float = 1.0
-    w_moe: float = 1.0
-    close: float = 0.05
-    stale_after: float = 5.0
-    kv_saturated: float = 0.90
-    kv_gap: float = 0.10
-    kv_full: float = 0.995
-    affinity_keys: int = 65_536
-    decisions_kept: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("w_kv", "w_moe", "close", "stale_after", "kv_saturated", "kv_gap", "kv_full"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name}: {value!r}; valid: a finite number >= 0")
-        if self.kv_full < self.kv_saturated:
-            # Otherwise one engine could be full and below saturation at once, and all of them be left out.
-            raise ValueError(f"kv_full: {self.kv_full}; valid: at least kv_saturated ({self.kv_saturated})")
-
-    @classmethod
-    def from_config(cls, config: GimbalConfig) -> SelectConfig:
-        """The constants that the settings ask for; w_moe is 0 in modes without feedback."""
-        return cls(
-            w_kv=config.w_kv,
-            w_moe=config.w_moe if config.feeds_pressure else 0.0,
-            close=config.close,
-            stale_after=config.stale_after,
-            kv_saturated=config.kv_saturated,
-            kv_gap=config.kv_gap,
-            kv_full=config.kv_full,
-        )
+__all__ = ["REASONS", "Decision", "EngineSelector", "EngineTrace", "SelectConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +153,19 @@ class EngineSelector:
         self._live = sorted({*self._live, engine})
         self._moe_changed = True
 
+    def add_engine(self) -> int:
+        """One more engine, behind the last one and without a trace; its index. A removed one comes back by
+        `restore_engine`.
+        """
+        engine = self.num_engines
+        self.num_engines += 1
+        self._time.append(-math.inf)
+        for figures in (self._prefill, self._kv, self._moe, self._kv_now, self._moe_term, self._score):
+            figures.append(0.0)
+        self._sent.add_engine()
+        self.restore_engine(engine)
+        return engine
+
     def observe(self, engine: int, trace: EngineTrace) -> None:
         """Take a new trace of one engine and drop the requests that it includes.
 
@@ -246,16 +211,19 @@ class EngineSelector:
         pinned: int | None = None,
         affinity: int | None = None,
         affinity_key: Hashable | None = None,
+        cached: Callable[[int], int] | None = None,
     ) -> Decision:
         """Choose the engine for a request and remember that it was sent there.
 
         Args:
-            tokens: the request's prompt tokens that no prefix cache holds.
+            tokens: the request's prompt tokens that no prefix cache holds; all of them if `cached` is given.
             now: the client's monotonic time in seconds, on the clock of `EngineTrace.time`.
             pinned: the engine that the request must go to; no test is made.
             affinity: the engine that is taken if its score is close to the best.
             affinity_key: of a session, a prefix (`affinity.prefix_key`) or the caller's choice. Without
                 `affinity`, the engine that the key's last request went to takes its place.
+            cached: gives, for the engine that is chosen, how many of `tokens` its prefix cache holds. The rest,
+                at least one token, is what is remembered: an engine computes the last one in any case.
 
         Raises:
             ValueError: `tokens` is no integer >= 0; `pinned` or `affinity` is no engine; `pinned` has been
@@ -267,7 +235,7 @@ class EngineSelector:
             self._check_engine("pinned", pinned)
             if pinned not in self._live:
                 raise ValueError(f"pinned: engine {pinned} has been removed; valid: {list(self._live)}")
-            return self._send(pinned, PINNED, tokens, affinity_key)
+            return self._send(pinned, PINNED, _uncached(tokens, cached, pinned), affinity_key)
         if not self._live:
             raise ValueError("num_engines: every engine has been removed; valid: at least one that is left")
         if affinity is not None:
@@ -276,10 +244,10 @@ class EngineSelector:
             affinity = self._affinity.get(affinity_key)
         before = self._scored
         engine, reason = self._choose(now, affinity)
-        if engine != affinity or reason != CLOSE:
+        if reason != AFFINITY:
             self._next = engine + 1
         scored = self._scored if self._scored is not before else None
-        return self._send(engine, reason, tokens, affinity_key, now, scored)
+        return self._send(engine, reason, _uncached(tokens, cached, engine), affinity_key, now, scored)
 
     def _choose(self, now: float, affinity: int | None) -> tuple[int, str]:
         config = self.config
@@ -305,7 +273,7 @@ class EngineSelector:
         if len(equal) == 1:
             return equal[0], SCORE
         if affinity is not None and affinity in equal:
-            return affinity, CLOSE
+            return affinity, AFFINITY
         return self._next_in_order(equal), CLOSE
 
     def _candidates(self) -> Sequence[int]:
@@ -373,3 +341,7 @@ class EngineSelector:
     def _check_engine(self, name: str, engine: int) -> None:
         if not 0 <= engine < self.num_engines:
             raise ValueError(f"{name}: {engine}; valid: 0 to {self.num_engines - 1}")
+
+
+def _uncached(tokens: int, cached: Callable[[int], int] | None, engine: int) -> int:
+    return tokens if cached is None else max(min(1, tokens), tokens - cached(engine))

@@ -23,6 +23,13 @@ class SentRequests:
         self._sent: list[dict[int, int]] = [{} for _ in range(num_engines)]  # number -> tokens, ascending
         self.tokens = [0] * num_engines
 
+    def add_engine(self) -> None:
+        """One more engine, to which nothing has been sent."""
+        self._seq.append(0)
+        self._ack.append(0)
+        self._sent.append({})
+        self.tokens.append(0)
+
     def count(self, engine: int) -> int:
         """Requests sent to `engine` that its last trace does not include."""
         return len(self._sent[engine])

@@ -214,9 +214,9 @@ def test_with_several_clients_what_one_sends_stands_for_all() -> None:
 
 def test_affinity_is_followed_among_close_scores_only() -> None:
     made = selector(trace(), trace(run=300), trace(run=9_000))
-    assert made.select(0, now=0.0, affinity=1) == Decision(1, "close", 1)
+    assert made.select(0, now=0.0, affinity=1) == Decision(1, "affinity", 1)
     assert made.select(0, now=0.0, affinity=2) == Decision(0, "close", 1)
-    assert made.select(0, now=0.0, affinity=1) == Decision(1, "close", 2)
+    assert made.select(0, now=0.0, affinity=1) == Decision(1, "affinity", 2)
     assert made.select(0, now=0.0).engine == 1  # behind engine 0: following an affinity did not turn the ring
     far = selector(trace(), trace(run=9_000))
     assert far.select(0, now=0.0, affinity=1) == Decision(0, "score", 1)

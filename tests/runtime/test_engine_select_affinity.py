@@ -46,7 +46,7 @@ def test_affinity_never_outweighs_a_clear_difference_in_load() -> None:
     made.observe(0, trace(run=4_000, ack=1, time=0.1))
     assert made.select(0, now=0.1, affinity_key="s") == Decision(1, "score", 1)
     made.observe(0, trace(run=0, ack=1, time=0.2))
-    assert made.select(0, now=0.2, affinity_key="s") == Decision(1, "close", 2)  # where its last turn went
+    assert made.select(0, now=0.2, affinity_key="s") == Decision(1, "affinity", 2)  # where its last turn went
 
 
 def test_one_hot_key_cannot_lead_an_engine_by_more_than_the_margin() -> None:
