@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import torch_op
 from .backends import implementation
 from .replica_map import ReplicaMap
 
@@ -35,7 +36,8 @@ def map_and_count(
     slots < E cannot be told from expert ids and are mapped and counted once more.
 
     The host never waits for the device, and with `out` given nothing is allocated on a GPU: the call can be
-    captured in a CUDA graph. A replay reads `num_tokens`, `enabled` and the tables of `replica_map` anew.
+    captured in a CUDA graph. A replay reads `num_tokens`, `enabled` and the tables of `replica_map` anew. Under
+    torch.compile the call becomes the operator `torch.ops.gimbal.map_and_count`, which checks when it runs.
 
     Args:
         topk_ids: int32 or int64 [T, K], logical expert ids, of any strides; T may be 0.
@@ -59,13 +61,18 @@ def map_and_count(
     Raises:
         ValueError: a wrong shape, dtype, device, layer, source, or a backend that cannot serve these tensors.
     """
+    controls = {"layer": layer, "source": source, "num_tokens": num_tokens, "enabled": enabled}
+    if torch.compiler.is_compiling():
+        slots = torch_op.call(
+            topk_ids, replica_map, counts, physical_load=physical_load, backend=backend, **controls
+        )
+        return slots if out is None else out.copy_(slots)
     _check_tensors(topk_ids, replica_map, counts, physical_load, out)
     _check_controls(topk_ids, replica_map, layer, source, num_tokens, enabled)
     serve = implementation(backend, topk_ids)
     if out is None:
         out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     if topk_ids.numel():
-        controls = {"layer": layer, "source": source, "num_tokens": num_tokens, "enabled": enabled}
         serve(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
     return out
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._arrays import to_host
 from ..topology import Topology
 from .replica_tables import build_tables, check_shares, check_slots
 
@@ -32,7 +33,7 @@ class ReplicaMap:
         thresholds: int32 [L, S, E, M], or None: a map without shares. Copy j takes the part of the circle from
             threshold j - 1 (0 for j = 0) to threshold j, in units of 2^-16 of 1 / `nearest`.
         slots: int32 [L, P]; the slot map that the tables were made from.
-        topology: distances [S, R].
+        topology: distances [S, R]; None in the views that the torch operator makes, which cannot be updated.
         num_experts: E.
     """
 
@@ -40,7 +41,7 @@ class ReplicaMap:
     nearest: Any
     thresholds: Any
     slots: Any
-    topology: Topology
+    topology: Topology | None
     num_experts: int
 
     @property
@@ -53,7 +54,7 @@ class ReplicaMap:
 
     @property
     def num_sources(self) -> int:
-        return self.topology.num_sources
+        return int(self.nearest.shape[1])
 
     @property
     def max_replicas(self) -> int:
@@ -115,37 +116,51 @@ class ReplicaMap:
             num_experts=num_experts,
         )
 
-    def update(self, slots: Any = None, *, shares: Any = None) -> None:
+    def update(self, slots: Any = None, *, shares: Any = None, layer: int | None = None) -> None:
         """Replaces the map in place: same tensors, same addresses, new contents.
 
         On CUDA the copies run on the current stream. Called on the stream that runs the forward passes, a
         pass sees the whole old map or the whole new one.
 
         Args:
-            slots: integers [L, P], the shape that the map was made with. Absent: the slots stay, only the
-                shares change.
-            shares: as in `from_slots`, for a map that was made with some. Absent: the nearest copies take even
-                shares.
+            slots: integers [L, P], the shape that the map was made with; [P] with `layer`. Absent: the slots
+                stay, only the shares change.
+            shares: as in `from_slots`, [S, P] with `layer`, for a map that was made with some. Absent: the
+                nearest copies take even shares.
+            layer: the only layer that changes. Absent: all of them.
 
         Raises:
             ValueError: as `from_slots`, and shares for a map made without; the old map then stays in force
                 unchanged.
         """
-        host = check_slots(self.slots if slots is None else slots, self.topology, self.num_experts)
-        if host.shape != tuple(self.slots.shape):
+        if self.topology is None:
+            raise ValueError("topology: None; valid: a map made by from_slots")
+        if layer is not None and (
+            isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.num_layers
+        ):
+            raise ValueError(f"layer: {layer!r}; valid: an integer from 0 to {self.num_layers - 1}")
+        first, last = (0, self.num_layers) if layer is None else (layer, layer + 1)
+        part = slice(first, last)
+        given = self.slots[part] if slots is None else to_host(slots, "slots")
+        if slots is not None and layer is not None:
+            given = given[None]
+        host = check_slots(given, self.topology, self.num_experts)
+        if host.shape != (last - first, self.num_slots):
+            valid = list(self.slots.shape) if layer is None else [self.num_slots]
             raise ValueError(
-                f"slots: shape {list(host.shape)}; valid: {list(self.slots.shape)}, as the map was made with"
+                f"slots: shape {list(np.shape(slots))}; valid: {valid}, as the map was made with"
             )
         weights = None
         if shares is not None:
             if self.thresholds is None:
                 raise ValueError("shares: given; valid: none, as the map was made without (see from_slots)")
+            shares = to_host(shares, "shares") if layer is None else to_host(shares, "shares")[None]
             weights = check_shares(shares, host, self.num_sources, self.num_experts)
         weighted = self.thresholds is not None
         sizes = (self.num_experts, self.max_replicas)
         tables = build_tables(host, self.topology, *sizes, weights, with_thresholds=weighted)
-        self.replicas.copy_(torch.from_numpy(tables.replicas))
-        self.nearest.copy_(torch.from_numpy(tables.nearest))
+        self.replicas[part].copy_(torch.from_numpy(tables.replicas))
+        self.nearest[part].copy_(torch.from_numpy(tables.nearest))
         if self.thresholds is not None:
-            self.thresholds.copy_(torch.from_numpy(tables.thresholds))
-        self.slots.copy_(torch.from_numpy(host.astype(np.int32)))
+            self.thresholds[part].copy_(torch.from_numpy(tables.thresholds))
+        self.slots[part].copy_(torch.from_numpy(host.astype(np.int32)))

@@ -68,6 +68,38 @@ def test_report_19_update_keeps_addresses_and_outputs_follow_the_new_map():
     assert addresses == [t.data_ptr() for t in (table.replicas, table.nearest, table.slots)]
 
 
+def test_update_of_one_layer_equals_a_map_made_anew_and_leaves_the_others():
+    topology = Topology.grid(gpus_per_node=2, sources=2)
+    old, row = [[0, 1, 2, 0], [2, 1, 0, 1], [0, 1, 2, 2]], [1, 2, 0, 2]
+    shares = np.random.default_rng(0).random((3, 2, 4)) + 0.1
+    for weighted in (False, True):
+        given = {"shares": shares} if weighted else {}
+        table = ReplicaMap.from_slots(old, topology, num_experts=3, **given)
+        addresses = [tensor.data_ptr() for tensor in (table.replicas, table.nearest, table.slots)]
+        table.update(torch.tensor(row), layer=1, **({"shares": shares[1]} if weighted else {}))
+        fresh = ReplicaMap.from_slots([old[0], row, old[2]], topology, num_experts=3, **given)
+        for name in ("replicas", "nearest", "slots", *(("thresholds",) if weighted else ())):
+            assert torch.equal(getattr(table, name), getattr(fresh, name)), name
+        assert [tensor.data_ptr() for tensor in (table.replicas, table.nearest, table.slots)] == addresses
+
+
+@pytest.mark.parametrize(
+    ("slots", "layer", "message"),
+    [
+        ([0, 1, 2, 0], 3, "layer: 3; valid: an integer from 0 to 2"),
+        ([0, 1, 2, 0], True, "layer: True"),
+        ([0, 1, 2, 0, 1, 2], 1, r"slots: shape \[6\]; valid: \[4\]"),
+        ([0, 1, 1, 0], 1, "no slot for expert 2"),
+    ],
+)
+def test_a_refused_update_of_one_layer_leaves_it_in_force(slots, layer, message):
+    table = ReplicaMap.from_slots([[0, 1, 2, 0]] * 3, Topology([[0.0, 1.0]]), num_experts=3)
+    before = table.replicas.clone()
+    with pytest.raises(ValueError, match=message):
+        table.update(slots, layer=layer)
+    assert torch.equal(table.replicas, before)
+
+
 def test_a_refused_update_leaves_the_old_map_in_force():
     table = ReplicaMap.from_slots([[0, 1, 2, 0]], Topology([[0.0, 1.0]]), num_experts=3)
     replicas = table.replicas.clone()
