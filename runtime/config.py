@@ -14,6 +14,8 @@ from typing import Any
 
 MODES = ("off", "dp", "ep", "uncoordinated", "full")
 METHODS = ("paper", "eplb")
+TRANSFERS = ("auto", "stock", "process_group", "shared_memory", "peer_memory")
+AFFINITIES = ("prefix", "session", "off")
 ENV_PREFIX = "GIMBAL_"
 CONFIG_KEY = "gimbal"
 # Set on a server that this package's tools start, so that they find its processes again; not a setting.
@@ -175,10 +177,24 @@ class GimbalConfig:
     traffic_dir: str | None = _setting(
         None, _path(), "folder in which every closed window's traffic is saved as an .npz"
     )
+    node_statistics: bool = _setting(
+        False,
+        _flag(),
+        "prefill and decode nodes: measure iterations and answer `gimbal route` at /gimbal/node",
+    )
     method: str = _setting("paper", _choice(METHODS), "placement method")
     alpha: float | None = _setting(None, _WEIGHT, "placement: weight of remote picks (unset: the method's)")
     beta: float | None = _setting(None, _WEIGHT, "placement: weight of imbalance (unset: the method's)")
     gamma: float | None = _setting(None, _WEIGHT, "placement: price of a moved expert (unset: the method's)")
+    migration: str = _setting(
+        "auto",
+        _choice(TRANSFERS),
+        "how experts travel: stock: vLLM's own way; process_group: between any ranks; shared_memory: CPUs of one "
+        "machine; peer_memory: GPUs of one machine; auto: shared_memory where it is possible, else stock",
+    )
+    migration_timeout: float = _setting(
+        30.0, _SECONDS, "seconds of silence after which a rank is given up and its rearrangement abandoned"
+    )
     w_kv: float = _setting(1.0, _FACTOR, "engine choice: weight of KV cache use in the score")
     w_moe: float = _setting(1.0, _FACTOR, "engine choice: weight of MoE pressure in the score")
     close: float = _setting(0.05, _FACTOR, "engine choice: scores this near to the best count as equal")
@@ -186,6 +202,12 @@ class GimbalConfig:
     kv_saturated: float = _setting(0.90, _SHARE, "engine choice: KV cache use from which the veto looks")
     kv_gap: float = _setting(0.10, _SHARE, "engine choice: spread of KV cache use from which the veto acts")
     kv_full: float = _setting(0.995, _SHARE, "engine choice: KV cache use at which an engine is left out")
+    affinity: str = _setting(
+        "prefix",
+        _choice(AFFINITIES),
+        "engine choice: what keeps requests on one engine while scores are close. session: the request's affinity "
+        "key, else its session, else its cache salt; prefix: the same, else its first 256 tokens",
+    )
     age_limit: Any = _setting(  # noqa: RUF009  # a float, or "auto"
         5.0,
         _number("a number of seconds >= 0, or off, or auto", unlimited=True, auto=True),

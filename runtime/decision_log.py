@@ -29,15 +29,15 @@ class LoggedDecision:
     candidates: Sequence[int] = ()
     scores: Sequence[float] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types; scores by engine."""
+    def as_dict(self, first: int = 0) -> dict[str, Any]:
+        """Plain JSON types; scores by engine. `first` is added to the engines' numbers."""
         return {
             "time": self.time,
-            "engine": self.engine,
+            "engine": first + self.engine,
             "reason": self.reason,
             "seq": self.seq,
             "tokens": self.tokens,
-            "scores": {str(e): s for e, s in zip(self.candidates, self.scores, strict=True)},
+            "scores": {str(first + e): s for e, s in zip(self.candidates, self.scores, strict=True)},
         }
 
 

@@ -122,6 +122,12 @@ class EngineSelector:
         self._check_engine("engine", engine)
         return self._sent.tokens[engine]
 
+    def trace_age(self, engine: int, now: float) -> float | None:
+        """Seconds since the last trace of `engine`; None: there is none yet, or not any more."""
+        self._check_engine("engine", engine)
+        seen = self._time[engine]
+        return None if seen == -math.inf else now - seen
+
     @property
     def live_engines(self) -> tuple[int, ...]:
         """Engines that have not been removed, ascending."""

@@ -3,6 +3,10 @@
 The chosen engine is handed to vLLM's own method as if the request had been pinned to it, so that vLLM's
 bookkeeping stays vLLM's. Rows from the coordinator are cut back to vLLM's three columns; the fourth, an engine's
 report, feeds the selector and the metrics.
+
+The size of a request is its prompt's tokens without those that the chosen engine's prefix cache probably holds
+(`prefix_estimate`). When elastic EP changes the number of engines, those that are gone are removed from the choice
+and new ones added. vLLM itself ends the server when one of its engines dies.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from typing import Any
 from ..engine_select import Decision, EngineSelector, SelectConfig
 from ..metrics import EngineMetrics
 from ..trace import EngineReport
+from . import debug_endpoint
 from .coordinator import STOCK_ROW
 from .engine_stats import SEQUENCE_HEADER
 from .guard import Fuse, HookMismatch, expect
+from .request_key import affinity_key, make_estimate, prompt_blocks
 from .settings import config_for, reports_travel
 
 MODULE = "vllm.v1.engine.core_client"
@@ -27,6 +33,14 @@ STOCK_METHODS = {
     "get_core_engine_for_request": ["self", "request"],
     "process_engine_outputs": ["self", "outputs"],
     "abort_requests_async": ["self", "request_ids"],
+}
+REQUEST_FIELDS = {
+    "trace_headers",
+    "cache_salt",
+    "lora_request",
+    "mm_features",
+    "sampling_params",
+    "pooling_params",
 }
 
 
@@ -66,6 +80,8 @@ class EngineChoice:
             first=first % len(engine_ranks),
             clients=clients,
         )
+        self.clients = clients
+        self.prefixes = make_estimate(vllm_config.cache_config, len(engine_ranks))
         self._counters = [-1] * len(engine_ranks)
         self._sent: dict[str, tuple[int, int]] = {}
         self._pressure_step = 0.0
@@ -90,13 +106,67 @@ class EngineChoice:
 
     def choose(self, request: Any, pinned: int | None) -> Decision:
         """Chooses, remembers the request for `release`, and numbers it for the engine's acknowledgement."""
-        decision = self.selector.select(_prompt_tokens(request), now=time.monotonic(), pinned=pinned)
+        prefixes, blocks = self.prefixes, prompt_blocks(request, self.prefixes)
+        decision = self.selector.select(
+            _prompt_tokens(request),
+            now=time.monotonic(),
+            pinned=pinned,
+            affinity_key=affinity_key(request, self.config.affinity),
+            cached=None if prefixes is None else lambda engine: prefixes.cached_tokens(engine, blocks),
+        )
+        if prefixes is not None:
+            prefixes.add(decision.engine, blocks)
         request.trace_headers = {**(request.trace_headers or {}), SEQUENCE_HEADER: str(decision.seq)}
         self.release(request.request_id)  # a streaming session sends again under the same id
         self._sent[request.request_id] = (decision.engine, decision.seq)
         self._tell("decision", decision, self.selector.scores)
         self._tell_compensation(decision.engine)
         return decision
+
+    def fit(self, num_engines: int) -> None:
+        """There are `num_engines` engines now: those behind them are gone, and what is new starts anew."""
+        selector = self.selector
+        while selector.num_engines < num_engines:
+            selector.add_engine()
+            self._counters.append(-1)
+            if self.prefixes is not None:
+                self.prefixes.add_engine()
+        if len(selector.live_engines) == num_engines:
+            return
+        for engine in range(selector.num_engines):
+            live = engine in selector.live_engines
+            if live and engine >= num_engines:
+                selector.remove_engine(engine)
+                if self.prefixes is not None:
+                    self.prefixes.forget(engine)
+                self._tell_compensation(engine)
+            elif not live and engine < num_engines:
+                selector.restore_engine(engine)
+                self._counters[engine] = -1  # its successor counts from the start
+
+    def state(self, last: int) -> dict[str, Any]:
+        """The engine choice and its last decisions in plain JSON types; engines are named by their DP rank."""
+        now, selector = time.monotonic(), self.selector
+        engines = [
+            {
+                "engine": self.first_rank + engine,
+                "live": engine in selector.live_engines,
+                "trace_age": selector.trace_age(engine, now),
+                "compensation": selector.compensation(engine),
+            }
+            for engine in range(selector.num_engines)
+        ]
+        recent = [entry.as_dict(self.first_rank) for entry in selector.decisions.recent(max(0, last))]
+        return {
+            "client": self.client_index,
+            "clients": self.clients,
+            "mode": self.config.mode,
+            "time": now,
+            "active": not self.fuse.blown,
+            "engines": engines,
+            "reasons": dict(selector.decisions.counts),
+            "recent": recent,
+        }
 
     def release(self, request_id: str) -> None:
         """The request has finished, failed or been aborted."""
@@ -156,8 +226,7 @@ class _Rows:
 def _choose(client: Any, choice: EngineChoice, request: Any, stock: Any, late_index: Any) -> Any:
     """The engine of a request, chosen by Algorithm 1 and booked by vLLM's own method `stock`."""
     num_engines = len(client.core_engines)
-    if num_engines != choice.selector.num_engines:
-        raise RuntimeError(f"{num_engines} engines, {choice.selector.num_engines} at the start: elastic EP")
+    choice.fit(num_engines)
     known = client.reqs_in_flight.get(request.request_id)
     pinned = client.core_engines.index(known) if known is not None else request.data_parallel_rank
     if pinned is None:
@@ -181,8 +250,10 @@ def check() -> None:
     for name, parameters in STOCK_METHODS.items():
         expect(MODULE, f"DPLBAsyncMPClient.{name}", parameters)
     expect(MODULE, "get_late_interaction_engine_index", ["pooling_params", "num_engines"])
-    if "trace_headers" not in expect("vllm.v1.engine", "EngineCoreRequest").__struct_fields__:
-        raise HookMismatch("EngineCoreRequest has no trace_headers")
+    fields = expect("vllm.v1.engine", "EngineCoreRequest").__struct_fields__
+    missing = REQUEST_FIELDS - set(fields)
+    if missing:
+        raise HookMismatch(f"EngineCoreRequest has no {', '.join(sorted(missing))}")
 
 
 def install() -> None:
@@ -195,7 +266,8 @@ def install() -> None:
 
     def client_init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
-        if reports_travel(config_for(vllm_config)):
+        config = config_for(vllm_config)
+        if reports_travel(config):
             self._gimbal_choice = Fuse("engine-choice").run(
                 lambda: EngineChoice(
                     vllm_config,
@@ -206,6 +278,8 @@ def install() -> None:
                 ),
                 lambda: None,
             )
+            if self._gimbal_choice is not None and config.chooses_engines:
+                debug_endpoint.serve(self._gimbal_choice.state, strict=config.strict)
 
     def get_core_engine_for_request(self: Any, request: Any) -> Any:
         choice = vars(self).get("_gimbal_choice")

@@ -30,9 +30,14 @@ class Client:
         self.url, self.model = url, model
 
     def complete(
-        self, prompt: str | list[int], tokens: int = 16, *, engine: int | None = None
+        self,
+        prompt: str | list[int],
+        tokens: int = 16,
+        *,
+        engine: int | None = None,
+        more: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Greedy completion of exactly `tokens` tokens: {"tokens": ids, "prompt_tokens": n}."""
+        """Greedy completion of exactly `tokens` tokens: {"tokens": ids, "prompt_tokens": n}; `more` goes along."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -40,6 +45,7 @@ class Client:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            **(more or {}),
         }
         headers = {"Content-Type": "application/json"}
         if engine is not None:
@@ -62,6 +68,11 @@ class Client:
             lines = reply.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line.startswith("gimbal_"))
         return {name: float(value) for name, value in samples}
+
+    def debug(self) -> dict[str, Any]:
+        """What the API server shows of engine choice."""
+        with urllib.request.urlopen(f"{self.url}/gimbal/decisions", timeout=30) as reply:
+            return json.load(reply)
 
     def decisions(self) -> dict[int, float]:
         """Requests sent to each engine so far, over all reasons."""

@@ -37,23 +37,34 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.Collector
     metrics._instruments.cache_clear()
 
 
-def make_config(**settings: Any) -> Any:
+def make_config(*, prefix_caching: bool = False, **settings: Any) -> Any:
     """As much of vLLM's configuration as the trace path reads."""
     return SimpleNamespace(
         additional_config={"gimbal": {"mode": "full", **settings}},
         model_config=SimpleNamespace(is_moe=True),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=1000),
-        cache_config=SimpleNamespace(kv_cache_size_tokens=100_000),
+        cache_config=SimpleNamespace(
+            kv_cache_size_tokens=100_000, block_size=16, enable_prefix_caching=prefix_caching
+        ),
     )
 
 
-def make_request(name: str, tokens: int = 100, headers: dict[str, str] | None = None) -> Any:
+def make_request(name: str, tokens: int = 100, headers: dict[str, str] | None = None, **fields: Any) -> Any:
     return SimpleNamespace(
-        request_id=name,
-        prompt_token_ids=[1] * tokens,
-        prompt_embeds=None,
-        trace_headers=headers,
-        client_index=0,
+        **{
+            "request_id": name,
+            "prompt_token_ids": [1] * tokens,
+            "prompt_embeds": None,
+            "trace_headers": headers,
+            "client_index": 0,
+            "sampling_params": None,
+            "pooling_params": None,
+            "session_id": None,
+            "cache_salt": None,
+            "lora_request": None,
+            "mm_features": None,
+        }
+        | fields
     )
 
 
