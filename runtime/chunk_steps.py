@@ -1,4 +1,5 @@
-"""Iterations that a chunked prefill takes on many decode nodes at once (SPEC section 8).
+"""Chunks of a deflected prefill (SPEC section 8): the iterations that it takes on many decode nodes at once, and
+the next one under a schedule.
 
 The step-by-step search of `DeflectionRouter.chunk_schedule`, a run of equal chunks at a time: for every chunk size
 the last position at which it still fits is found once, and the rest is integer arithmetic. The comparisons are the
@@ -7,6 +8,7 @@ same in the same floating-point arithmetic, so the counts are exactly those of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,3 +66,27 @@ def _last_fitting(tokens: int, size: Any, base: Any, c_pf: Any, c_attn: Any, lim
     while (high := (at < tokens) & fits(at + 1)).any():
         at += high
     return at
+
+
+def next_chunk(chunks: Sequence[int], prompt_tokens: int, done: int) -> int | None:
+    """Most tokens that the next iteration may compute of a prompt under a chunk schedule; None: no limit.
+
+    The schedule covers the end of the prompt: the tokens before it were thought to be cached. Whatever `done` is,
+    iterations end where the schedule's do, so a prompt of which less was cached, or that is computed again after
+    a preemption, keeps to chunks that are no larger than the first.
+
+    Args:
+        chunks: tokens of each iteration, all > 0.
+        prompt_tokens: of the prompt.
+        done: tokens computed already; from `prompt_tokens` on the request decodes.
+    """
+    if not chunks or done >= prompt_tokens:
+        return None
+    end = prompt_tokens - sum(chunks)
+    if done < end:
+        return min(chunks[0], end - done)
+    for chunk in chunks:
+        end += chunk
+        if done < end:
+            return end - done
+    return None

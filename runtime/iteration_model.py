@@ -24,6 +24,9 @@ import numpy as np
 MAX_ERROR = 0.15
 MIN_ITERATIONS = 32.0
 MIN_PREFILLS = 8.0
+# Fewer prompt tokens in an iteration than this say nothing about what prefill costs: a decode node computes the
+# last few tokens of every prompt whose KV cache it was sent.
+MIN_PREFILL_TOKENS = 64
 
 _TERMS = 5
 
@@ -51,7 +54,7 @@ class FitQuality:
     Attributes:
         error: root mean square of the relative error over the iterations fitted, weighted as the fit was.
         iterations: sum of the weights of all iterations, and
-        prefills: of those with a prefill.
+        prefills: of those with a prefill of at least 64 tokens.
     """
 
     error: float
@@ -119,7 +122,7 @@ class IterationModel:
 
         Args:
             samples: iterations, oldest first; plain tuples in the order of `Iteration` will do.
-            forgetting: weight of an iteration relative to the one after it, in (0, 1].
+            forgetting: weight of an iteration relative to the next one of its kind, in (0, 1].
 
         Raises:
             ValueError: no sample, one that is not valid, or `forgetting` outside (0, 1].
@@ -138,9 +141,13 @@ class IterationFitter:
     weighted normal equations (5 × 5), from which the error follows too. Solving enumerates the 31 sets of
     positive coefficients, which is exact and needs no iteration.
 
+    Iterations with a prefill are forgotten as others with a prefill come, and those without likewise: on a decode
+    node that is sent no prompt for an hour, what prefill costs would otherwise be forgotten, and the node would be
+    sent none ever after.
+
     Args:
-        forgetting: weight of an iteration relative to the one after it, in (0, 1]; 0.999 remembers about the
-            last 1,000.
+        forgetting: weight of an iteration relative to the next one of its kind, in (0, 1]; 0.999 remembers about
+            the last 1,000.
 
     Raises:
         ValueError: `forgetting` outside (0, 1].
@@ -150,10 +157,10 @@ class IterationFitter:
         if not 0.0 < forgetting <= 1.0:
             raise ValueError(f"forgetting: {forgetting!r}; valid: above 0 and at most 1")
         self.forgetting = forgetting
-        self._gram = np.zeros((_TERMS, _TERMS))
-        self._moment = np.zeros(_TERMS)
-        self._iterations = 0.0
-        self._prefills = 0.0
+        # Per kind, 0 without and 1 with a prefill: normal equations, and the sum of weights.
+        self._gram = np.zeros((2, _TERMS, _TERMS))
+        self._moment = np.zeros((2, _TERMS))
+        self._weight = np.zeros(2)
 
     def add(self, sample: Iteration) -> None:
         """Take one iteration into account.
@@ -172,10 +179,10 @@ class IterationFitter:
             raise ValueError(f"sample.seconds: {sample.seconds!r}; valid: finite seconds > 0")
         row = np.array((1.0, *work)) / sample.seconds
         keep = self.forgetting
-        self._gram = keep * self._gram + np.outer(row, row)
-        self._moment = keep * self._moment + row
-        self._iterations = keep * self._iterations + 1.0
-        self._prefills = keep * self._prefills + (1.0 if prefill > 0 else 0.0)
+        kind = int(prefill >= MIN_PREFILL_TOKENS)
+        self._gram[kind] = keep * self._gram[kind] + np.outer(row, row)
+        self._moment[kind] = keep * self._moment[kind] + row
+        self._weight[kind] = keep * self._weight[kind] + 1.0
 
     def model(self) -> IterationModel:
         """The model fitted to the iterations so far, with its quality.
@@ -183,12 +190,14 @@ class IterationFitter:
         Raises:
             ValueError: none has been added.
         """
-        if self._iterations == 0.0:
+        iterations = float(self._weight.sum())
+        if iterations == 0.0:
             raise ValueError("samples: none; valid: at least one iteration")
-        coefficients, squares = _nonnegative_least_squares(self._gram, self._moment, self._iterations)
-        error = math.sqrt(max(0.0, squares) / self._iterations)
+        gram, moment = self._gram.sum(axis=0), self._moment.sum(axis=0)
+        coefficients, squares = _nonnegative_least_squares(gram, moment, iterations)
+        error = math.sqrt(max(0.0, squares) / iterations)
         a, c0, c1, c_pf, c_attn = (float(value) for value in coefficients)
-        quality = FitQuality(error, self._iterations, self._prefills)
+        quality = FitQuality(error, iterations, float(self._weight[1]))
         return IterationModel(a, c0, c1, c_pf, c_attn, quality=quality)
 
 

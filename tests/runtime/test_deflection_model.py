@@ -77,12 +77,24 @@ def test_no_coefficient_is_negative() -> None:
 def test_forgetting_follows_a_node_that_has_become_slower() -> None:
     slower = IterationModel(*(2 * value for value in coefficients(TRUE)))
     fitter = IterationFitter(forgetting=0.98)
-    for sample in iterations(TRUE, 500) + iterations(slower, 500, seed=1):
+    for sample in iterations(TRUE, 500) + iterations(slower, 1000, seed=1):
         fitter.add(sample)
     assert coefficients(fitter.model()) == pytest.approx(coefficients(slower), rel=0.01)
     remembering = IterationModel.fit(iterations(TRUE, 500) + iterations(slower, 500, seed=1))
     assert remembering.c_pf < 1.9 * TRUE.c_pf
     assert not remembering.good  # half of the iterations are off by a third
+
+
+def test_what_prefill_costs_is_not_forgotten_while_none_comes() -> None:
+    fitter = IterationFitter(forgetting=0.98)
+    for sample in iterations(TRUE, 200):
+        fitter.add(sample)
+    for place in range(5000):
+        # The tail of a prompt that was transferred is no prefill, and its time says nothing of one.
+        n_decode, tail = place % 64, [(1 + place % 32, 500)] if place % 3 == 0 else []
+        fitter.add(Iteration(n_decode, 300 * n_decode, tail, TRUE.time(n_decode, 300 * n_decode, tail)))
+    assert fitter.model().good
+    assert coefficients(fitter.model()) == pytest.approx(coefficients(TRUE), rel=0.01)
 
 
 @pytest.mark.parametrize(
