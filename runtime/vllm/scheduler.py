@@ -1,7 +1,7 @@
 """Scheduler classes: vLLM's own, with Algorithm 2 (SPEC section 7) as the waiting queue.
 
 `settings` names one of them in the scheduler configuration unless the user has named another. With vLLM's
-priority policy the queue stays vLLM's.
+priority policy a lower value comes first whatever the sizes and ages, and Algorithm 2 orders requests of one priority.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from ..request_queue import ShortestPrefillQueue
+from .chunk_limit import ChunkLimited
 from .guard import Fuse, logger
 from .settings import config_for
 
@@ -28,6 +29,7 @@ class _Waiting:
     request: Any
     prefill_tokens: int
     arrival_time: float
+    priority: int
 
 
 class WaitingQueue(RequestQueue):  # type: ignore[misc]
@@ -37,13 +39,21 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
         age_limit: seconds; older requests are served in arrival order. math.inf: never.
         block_size: tokens of a KV block; sizes are compared in blocks.
         uncached_tokens: tokens of a request that no prefix cache holds.
+        priorities: vLLM's priority policy is on.
     """
 
-    def __init__(self, *, age_limit: float, block_size: int, uncached_tokens: Callable[[Any], int]) -> None:
+    def __init__(
+        self,
+        *,
+        age_limit: float | str,
+        block_size: int,
+        uncached_tokens: Callable[[Any], int],
+        priorities: bool = False,
+    ) -> None:
         self._taken: dict[str, int] = {}  # request id -> size, of those popped in this scheduling pass
         # Requests carry the wall-clock time at which the API server received them.
         self._queue: ShortestPrefillQueue[_Waiting] = ShortestPrefillQueue(
-            age_limit=age_limit, clock=time.time, block_size=block_size
+            age_limit=age_limit, clock=time.time, block_size=block_size, priorities=priorities
         )
         self._entries: dict[str, _Waiting] = {}
         self._uncached_tokens = uncached_tokens
@@ -53,7 +63,8 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
         self._queue.push(self._enter(request))
 
     def prepend_request(self, request: Any) -> None:
-        """Preempted requests go first; one that was only passed over goes back to its place."""
+        """Preempted requests go first, within their priority; one that was only passed over goes back to its
+        place."""
         if request.status == RequestStatus.PREEMPTED:
             self._queue.push_front(self._enter(request))
         else:
@@ -100,7 +111,7 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
         size = self._taken.pop(request.request_id, None)
         if size is None or request.status == RequestStatus.PREEMPTED:
             size = self._uncached_tokens(request)
-        entry = _Waiting(request, size, request.arrival_time)
+        entry = _Waiting(request, size, request.arrival_time, request.priority)
         self._entries[request.request_id] = entry
         self.prefill_tokens += entry.prefill_tokens
         return entry
@@ -112,12 +123,13 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
 
 
 class _ShortestPrefillFirst:
-    """Mixin: replaces the waiting queue once vLLM's scheduler is built."""
+    """Mixin: replaces the waiting queue once vLLM's scheduler is built. The other queue, of requests that hold KV
+    blocks already, stays vLLM's: it is drained first in any case."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
-        if scheduler.policy != SchedulingPolicy.FCFS:
+        if scheduler.policy not in (SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY):
             logger.warning("Gimbal: vLLM's '%s' policy is on; the queue stays vLLM's", scheduler.policy.value)
             return
         self._prefix_fuse = Fuse("queue-prefix-lookup")
@@ -129,6 +141,7 @@ class _ShortestPrefillFirst:
             age_limit=config_for(scheduler.vllm_config).age_limit,
             block_size=scheduler.block_size,
             uncached_tokens=self._uncached_tokens,
+            priorities=scheduler.policy == SchedulingPolicy.PRIORITY,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,9 +167,9 @@ class _ShortestPrefillFirst:
         )
 
 
-class GimbalScheduler(_ShortestPrefillFirst, Scheduler):  # type: ignore[misc]
+class GimbalScheduler(_ShortestPrefillFirst, ChunkLimited, Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with the shortest prefill first."""
 
 
-class GimbalAsyncScheduler(_ShortestPrefillFirst, AsyncScheduler):  # type: ignore[misc]
+class GimbalAsyncScheduler(_ShortestPrefillFirst, ChunkLimited, AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler with the shortest prefill first."""
