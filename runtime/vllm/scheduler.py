@@ -1,7 +1,7 @@
 """Scheduler classes: vLLM's own, with Algorithm 2 (SPEC section 7) as the waiting queue.
 
 `settings` names one of them in the scheduler configuration unless the user has named another. With vLLM's
-priority policy a lower value comes first whatever the sizes and ages, and Algorithm 2 orders requests of one priority.
+priority policy a lower value comes first whatever the sizes and ages; Algorithm 2 orders requests of one priority.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from gimbal_runtime.vllm import scheduler as gimbal_scheduler
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -25,6 +28,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 MODEL = Path(__file__).parents[2] / "fixtures" / "tiny-qwen3-moe"
 BUDGET = 256
 BLOCK = 16
+AGE_LIMIT = 5.0
+STEPS = 160
 
 
 def make_config(monkeypatch: pytest.MonkeyPatch, age_limit: str, **kwargs: Any) -> VllmConfig:
@@ -71,7 +76,14 @@ class Requests:
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
         self._count = 0
 
-    def make(self, length: int, *, tokens: list[int] | None = None, arrival: float | None = None) -> Request:
+    def make(
+        self,
+        length: int,
+        *,
+        tokens: list[int] | None = None,
+        arrival: float | None = None,
+        priority: int = 0,
+    ) -> Request:
         self._count += 1
         unique = [self._count % 2000, self._count // 2000] * length
         return Request(
@@ -81,6 +93,7 @@ class Requests:
             pooling_params=None,
             arrival_time=time.time() if arrival is None else arrival,
             block_hasher=self._hasher,
+            priority=priority,
         )
 
 
@@ -197,6 +210,88 @@ def test_mode_off_leaves_the_scheduler_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.vllm
-def test_priority_policy_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make_scheduler(make_config(monkeypatch, "5.0", scheduling_policy="priority"))
-    assert type(scheduler.waiting).__name__ == "PriorityRequestQueue"
+def test_priorities_come_before_age_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(monkeypatch, "5.0", scheduling_policy="priority")
+    scheduler = make_scheduler(config)
+    requests, now = Requests(), time.time()
+    old_but_low = requests.make(20, arrival=now - 60.0, priority=1)
+    long, short, lowest = requests.make(200), requests.make(50), requests.make(10, priority=2)
+    for request in (old_but_low, long, lowest, short):
+        scheduler.add_request(request)
+    assert list(scheduler.waiting) == [short, long, old_but_low, lowest]
+    assert run_step(scheduler) == {
+        short.request_id,
+        long.request_id,
+        old_but_low.request_id,
+    }  # 256 of 280 tokens
+    scheduler = make_scheduler(config)
+    for request in (old_but_low, long, lowest, short):
+        scheduler.waiting.add_request(request)
+    long.status = RequestStatus.PREEMPTED
+    scheduler.waiting.remove_request(long)
+    scheduler.waiting.prepend_request(long)
+    assert list(scheduler.waiting) == [long, short, old_but_low, lowest]
+
+
+class Clock:
+    """Simulated seconds, for the queue in vLLM's scheduler."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_000.0
+        monkeypatch.setattr(gimbal_scheduler, "time", SimpleNamespace(time=lambda: self.now))
+
+
+def beyond_the_bound(scheduler: Scheduler, clock: Clock, seed: int, *, low_priorities: bool) -> float:
+    """An adversary overloads the engine with short prompts, in bursts, and slips long ones in between.
+
+    The documented bound: a request starts at most W/rate after it has come of age, where W is what was in service
+    or older and still waiting at that moment. Steps take 0.1 s and compute BUDGET tokens each, so a start is up to
+    two steps late by the grid alone. Returns by how many seconds the worst request missed its bound (negative: it
+    did not). With `low_priorities` half of the flood has a lower priority than the requests that are looked at.
+    """
+    draw, requests, step = random.Random(seed), Requests(), 0.1
+    waiting: dict[str, Request] = {}
+    latest: dict[str, float] = {}
+    worst = -math.inf
+    for _ in range(STEPS):
+        clock.now += step
+        for _ in range(draw.choice([0, 3, 6, 20])):
+            size = draw.randint(1, 60) if draw.random() < 0.93 else draw.randint(500, 3000)
+            low = low_priorities and draw.random() < 0.5
+            request = requests.make(size, arrival=clock.now, priority=int(low))
+            scheduler.add_request(request)
+            if not low:
+                waiting[request.request_id] = request
+        in_service = sum(r.num_prompt_tokens - r.num_computed_tokens for r in scheduler.running)
+        older = 0
+        for name, request in waiting.items():  # in arrival order
+            if name not in latest and clock.now - request.arrival_time > AGE_LIMIT:
+                latest[name] = clock.now + (in_service + older) / (BUDGET / step) + 2 * step
+            older += request.num_prompt_tokens
+        for name in run_step(scheduler):
+            if waiting.pop(name, None) is not None and name in latest:
+                worst = max(worst, clock.now - latest.pop(name))
+    return max([worst, *(clock.now - limit for limit in latest.values())])
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("low_priorities", [False, True])
+def test_no_stream_delays_a_request_beyond_the_documented_bound(
+    monkeypatch: pytest.MonkeyPatch, low_priorities: bool
+) -> None:
+    policy = "priority" if low_priorities else "fcfs"
+    config = make_config(monkeypatch, str(AGE_LIMIT), scheduling_policy=policy)
+    clock = Clock(monkeypatch)
+    missed = [
+        beyond_the_bound(make_scheduler(config), clock, seed, low_priorities=low_priorities)
+        for seed in range(6)
+    ]
+    print(f"worst start against its bound, seconds, per stream: {[round(m, 2) for m in missed]}")
+    assert max(missed) <= 0.0
+    assert max(missed) > -math.inf  # some request did come of age
+
+
+@pytest.mark.vllm
+def test_the_bound_does_not_hold_without_ageing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, clock = make_config(monkeypatch, "off"), Clock(monkeypatch)
+    assert beyond_the_bound(make_scheduler(config), clock, 0, low_priorities=False) > 1.0
