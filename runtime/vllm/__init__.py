@@ -11,7 +11,7 @@ from .guard import Hook, install_hooks, once
 CPU_MODULES = ("cpu_platform", "cpu_eplb")
 """Platform layer: active on vLLM's CPU platform only, in every mode."""
 
-MODULES = ("settings", "source_rows", "eplb_policy", "worker_report", "trace_path")
+MODULES = ("settings", "source_rows", "eplb_policy", "weight_transfer", "worker_report", "trace_path")
 """The hooks proper. They ask each server's settings what to do, so that mode `off` is stock vLLM."""
 
 
