@@ -234,8 +234,9 @@ def test_keys_and_reasons_on_a_real_server(server: VllmServer) -> None:
     recent = shown["recent"][-12:]
     assert len({entry["engine"] for entry in recent[0::2]}) == 1
     assert len({entry["engine"] for entry in recent[1::2]}) == 1
-    counted = client.metrics()
-    by_reason = sum(v for name, v in counted.items() if 'reason="affinity"' in name)
+    decisions = "gimbal_engine_decisions_total"
+    counted = {name: n for name, n in client.metrics().items() if name.startswith(decisions)}
+    by_reason = sum(n for name, n in counted.items() if 'reason="affinity"' in name)
     assert by_reason == shown["reasons"]["affinity"]
 
 
