@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from .executors.board import Word
@@ -99,11 +100,17 @@ class BackgroundMigration:
             self._changed.notify_all()
         if not self._entered.is_set() and self._failure is None:
             return ()
-        committed = self._commit_due(number)
+        try:
+            committed = self._commit_due(number)
+        except MigrationError as error:
+            self._failure = error
+            self._stop()
+            raise
         if self.done:
             self._stop()
         else:
-            self._verdict(number)  # proposes the next layer, so that one can be committed at every step
+            with contextlib.suppress(MigrationError):  # the next step raises it
+                self._verdict(number)  # proposes the next layer, so that one can be committed at every step
         return committed
 
     def close(self) -> None:
@@ -112,9 +119,11 @@ class BackgroundMigration:
         A layer may be agreed already: `step` is to be called on until it raises.
         """
         if not self.done and not self._stopping:
-            if self._entered.is_set():
-                abandon_from(self._executor, self._shares, self._committed)
-            self._stop()
+            try:
+                if self._entered.is_set():
+                    abandon_from(self._executor, self._shares, self._committed)
+            finally:
+                self._stop()
 
     def _commit_due(self, number: int) -> tuple[int, ...]:
         verdict = self._verdict(number)
@@ -122,10 +131,7 @@ class BackgroundMigration:
             return ()
         if not verdict.commit:
             abandon_from(self._executor, self._shares, self._committed + 1, verdict)
-            self._stop()
-            cause = self._failure
-            self._failure = error = self._executor.error(verdict)
-            raise error from cause
+            raise self._executor.error(verdict) from self._failure
         if verdict.step > number:
             return ()
         share = self._shares[self._committed]

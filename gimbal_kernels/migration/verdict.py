@@ -16,6 +16,7 @@ class Reason(IntEnum):
     FAILURE = 2
     LINK = 3
     PLAN = 4
+    BOARD = 5
 
 
 EXPLANATIONS = {
@@ -23,6 +24,7 @@ EXPLANATIONS = {
     Reason.FAILURE: "failed while it moved experts",
     Reason.LINK: "could not be reached",
     Reason.PLAN: "has another plan or other weights than rank 0",
+    Reason.BOARD: "lost the store by which the ranks agree",
 }
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 from migration_cases import random_slots
 
-from gimbal_kernels.migration import MigrationError, migrate
+from gimbal_kernels.migration import BackgroundMigration, MigrationError, migrate
 from gimbal_kernels.migration import host as compiled
+from gimbal_kernels.migration.executors import ProcessGroupExecutor
 from gimbal_kernels.migration.executors.board import Word
 
 pytestmark = pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
@@ -238,3 +239,68 @@ def test_a_rank_that_fails_says_so_and_nobody_waits_for_the_timeout(make):
         assert held == OLD
         assert seconds < LONG / 2
         assert (health == "ready") == (make == "shared_memory")
+
+
+def serve(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def without_store(rank, ranks, name, server, port, signal_number, background):
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    files = dist.FileStore(str(Path(tempfile.gettempdir()) / f"gimbal-store-{name}"), ranks)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=ranks)
+    old, new = two_maps()
+    weights = group.fill(old, rank, ranks)
+    executor = ProcessGroupExecutor(weights, group=dist.group.WORLD, store=store, timeout=TIMEOUT)
+    plan = group.plan(old, new, ranks)
+    if rank == VICTIM:  # before it says that it is ready: nothing can have been agreed
+        prepare_victim(executor, weights, ("ready", 0), lambda: os.kill(server, signal_number))
+    if background:
+        moving = BackgroundMigration(plan, weights, executor, bytes_per_step=10**9)
+        error = step_until_it_raises(moving)
+        assert moving.health == f"failed: {error}"
+    else:
+        with pytest.raises(MigrationError) as caught:
+            migrate(plan, weights, executor)
+        error = caught.value
+    assert group.experts_in(weights, EXPERTS) == group.share_of(old, rank, ranks)
+    with pytest.raises(RuntimeError, match=r"cannot be used any more: .*lost the store"):
+        executor.enter(1)
+    executor.close()
+    return error.rank == rank and "lost the store by which the ranks agree" in str(error)
+
+
+def step_until_it_raises(moving):
+    end = time.monotonic() + LONG
+    number = 0
+    while time.monotonic() < end:
+        try:
+            moving.step(number)
+        except MigrationError as error:
+            return error
+        number += 1
+        time.sleep(1e-3)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "background"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGSTOP, False),
+        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.slow),
+    ],
+)
+def test_row_44_a_store_that_is_lost_or_hangs_is_an_error_and_the_old_map_stays(signal_number, background):
+    ours, theirs = group.FORK.Pipe()
+    server = group.FORK.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        port = ours.recv()
+        results = group.run_ranks(RANKS, without_store, server.pid, port, signal_number, background)
+        assert results == [True] * RANKS
+    finally:
+        server.kill()
+        server.join()

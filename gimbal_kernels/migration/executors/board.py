@@ -19,12 +19,19 @@ class Word(IntEnum):
     STEP = 7  # number of the forward pass that it is about to begin, or is in
 
 
+class BoardLost(Exception):
+    """The place where the ranks agree is out of reach."""
+
+
 class Board(ABC):
     """Numbers by rank, and verdicts that are decided once.
 
     A number that was told is seen by everybody who asks later, together with all memory that the teller wrote
     before. Of several verdicts proposed for a wave, exactly one is decided, and everybody gets that one,
     whoever dies meanwhile: this is what survivors agree by.
+
+    `ask`, `propose` and `decided` raise BoardLost when the place itself is gone. `tell` does not: it is called in
+    the middle of a commit, and whoever waits for an answer finds out.
     """
 
     @abstractmethod

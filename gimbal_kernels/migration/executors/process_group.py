@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,57 +13,21 @@ import torch.distributed as dist
 from ..schedule import Move, Share
 from ..verdict import MigrationError, Reason, Verdict
 from ..weights import ExpertWeights
-from .board import Board, Word
+from .board import Word
 from .protocol import GENERATIONS, Executor, PeerLost
+from .store_board import StoreBoard
 
 # Rounds whose sends and receives are posted together: enough to keep a link busy while the oldest is awaited.
 ROUNDS_IN_FLIGHT = 16
-
-
-class StoreBoard(Board):
-    """Numbers as keys of a torch.distributed store; a verdict is decided by its compare-and-set."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._told: set[tuple[Word, int]] = set()
-        for word in Word:
-            self.tell(word, 0)
-
-    def tell(self, word: Word, value: int) -> None:
-        self._store.set(f"{self._rank}/{word.name}", str(value))
-
-    def ask(self, word: Word, rank: int) -> int:
-        key = f"{rank}/{word.name}"
-        if (word, rank) not in self._told:  # a question for a key that is not there would wait for it
-            if not self._store.check([key]):
-                return 0
-            self._told.add((word, rank))
-        return int(self._store.get(key))
-
-    def propose(self, migration: int, wave: int, body: int) -> int:
-        return int(self._store.compare_set(self._key(migration, wave), "", str(body)))
-
-    def decided(self, migration: int, wave: int) -> int | None:
-        key = self._key(migration, wave)
-        return int(self._store.get(key)) if self._store.check([key]) else None
-
-    def forget(self, migration: int, waves: int) -> None:
-        """Removes the verdicts of a migration that nobody asks about any more."""
-        for wave in range(waves):
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(self._key(migration, wave))
-
-    @staticmethod
-    def _key(migration: int, wave: int) -> str:
-        return f"verdict/{migration}/{wave}"
 
 
 class ProcessGroupExecutor(Executor):
     """isend and irecv of a process group, a few rounds at a time; on gloo, NCCL or any other backend.
 
     The ranks agree through `store`, which must outlive each of them for the survivors to agree after a rank died:
-    torchrun's does, and so does a FileStore; a TCPStore that rank 0 serves does for every rank but rank 0.
+    torchrun's does, and so does a FileStore; a TCPStore that rank 0 serves does for every rank but rank 0. A store
+    that is gone or does not answer within `timeout` ends the migration with an error on every rank; a wave that
+    was being agreed at that moment may have been committed on some of them.
     After an abandoned migration the group's connections are in an unknown state: make a new group and executor.
 
     Args:
@@ -77,7 +40,7 @@ class ProcessGroupExecutor(Executor):
 
     Raises:
         ValueError: ranks with different tensors or staging, too little staging.
-        MigrationError: a rank did not start in time.
+        MigrationError: a rank did not start in time, or the store does not answer.
     """
 
     reusable = False
@@ -100,14 +63,15 @@ class ProcessGroupExecutor(Executor):
             timeout=timeout,
         )
         self._group = group
-        self._store_board = StoreBoard(store, self.rank)
+        self._store_board = StoreBoard(store, self.rank, timeout=timeout)
         self.board = self._store_board
         self._told = 0.0
         self._kept = 0
         # Written now, so that a migration touches no page for the first time.
         shape = (GENERATIONS, self.rows, self.row_bytes)
         self._staging = torch.zeros(shape, dtype=torch.uint8, device=weights.device)
-        self._meet(time.monotonic() + start_timeout)
+        with self._reaching_board(layer=0):
+            self._meet(time.monotonic() + start_timeout)
 
     @property
     def silence(self) -> float:
@@ -127,6 +91,10 @@ class ProcessGroupExecutor(Executor):
         if now - self._told > self.timeout / 8:  # a store is far away: no more often than needed
             self._told = now
             super().beat()
+
+    def close(self) -> None:
+        self._store_board.close()
+        super().close()
 
     def _move(self, share: Share, spend: Callable[[int], None]) -> None:
         sends = {send.round: send for send in share.sends}

@@ -9,17 +9,18 @@ before this one is committed; the one after waits until the buffer is free.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..schedule import Share
 from ..verdict import EXPLANATIONS, STEP_LIMIT, MigrationError, Reason, Verdict
 from ..weights import ExpertWeights
-from .board import Board, Word
+from .board import Board, BoardLost, Word
 
 logger = logging.getLogger("gimbal_kernels.migration")
 
@@ -126,10 +127,11 @@ class Executor(ABC):
             self._seen.clear()
         self.board.tell(Word.PLAN, digest)
         self.board.tell(Word.ENTERED, self.migration)
-        self.wait(lambda: self.behind(Word.ENTERED, self.migration), wave=0, layer=0)
-        for rank in range(self.ranks):
-            if self.board.ask(Word.PLAN, rank) != self.board.ask(Word.PLAN, 0):
-                raise self.error(self.abandon(0, rank, 0, Reason.PLAN))
+        with self._reaching_board(layer=0):
+            self.wait(lambda: self.behind(Word.ENTERED, self.migration), wave=0, layer=0)
+            for rank in range(self.ranks):
+                if self.board.ask(Word.PLAN, rank) != self.board.ask(Word.PLAN, 0):
+                    raise self.error(self.abandon(0, rank, 0, Reason.PLAN))
 
     def stage(self, share: Share, spend: Callable[[int], None]) -> None:
         """Moves a wave's experts into staging and says that this rank is ready.
@@ -137,36 +139,35 @@ class Executor(ABC):
         Raises:
             MigrationError: the wave was abandoned, by this rank or by another.
         """
-        try:
-            own = [self.rank]
-            needed = self.ticket(share.wave - GENERATIONS)
-            if share.wave >= GENERATIONS:
-                self.wait(
-                    lambda: own if self.board.ask(Word.CONSUMED, self.rank) < needed else [],
-                    share.wave,
-                    share.layers[0],
-                )
-            self._move(share, spend)
-        except PeerLost as lost:
-            raise self.error(self.abandon(share.wave, lost.rank, lost.layer, lost.reason)) from lost
-        except MigrationError:
-            raise
-        except Exception as error:
-            verdict = self.abandon(share.wave, self.rank, share.layers[0], Reason.FAILURE)
-            raise self.error(verdict) from error
+        with self._reaching_board(share.layers[0]):
+            try:
+                self._wait_for_own_buffer(share)
+                self._move(share, spend)
+            except PeerLost as lost:
+                raise self.error(self.abandon(share.wave, lost.rank, lost.layer, lost.reason)) from lost
+            except (MigrationError, BoardLost):
+                raise
+            except Exception as error:
+                verdict = self.abandon(share.wave, self.rank, share.layers[0], Reason.FAILURE)
+                raise self.error(verdict) from error
         self.board.tell(Word.READY, self.ticket(share.wave))
 
     def poll(self, share: Share, step: int) -> Verdict | None:
         """The wave's verdict, if there is one: proposes to commit at `step` once all ranks are ready, and to
-        abandon once one that is not has fallen silent."""
-        word = self.board.decided(self.migration, share.wave)
-        if word is not None:
-            return Verdict.decode(word)
-        missing = self.behind(Word.READY, self.ticket(share.wave))
-        if not missing:
-            return self._propose(share.wave, Verdict(True, step=step % STEP_LIMIT))
-        silent = self._silent(missing)
-        return self.abandon(share.wave, silent[0], share.layers[0], Reason.TIMEOUT) if silent else None
+        abandon once one that is not has fallen silent.
+
+        Raises:
+            MigrationError: the board is lost. What the others know of this wave is then unknown, too.
+        """
+        with self._reaching_board(share.layers[0]):
+            word = self.board.decided(self.migration, share.wave)
+            if word is not None:
+                return Verdict.decode(word)
+            missing = self.behind(Word.READY, self.ticket(share.wave))
+            if not missing:
+                return self._propose(share.wave, Verdict(True, step=step % STEP_LIMIT))
+            silent = self._silent(missing)
+            return self.abandon(share.wave, silent[0], share.layers[0], Reason.TIMEOUT) if silent else None
 
     def consumed(self, wave: int) -> None:
         """To be called when a wave was copied out of staging: its buffer may be filled again."""
@@ -174,7 +175,8 @@ class Executor(ABC):
 
     def abandon(self, wave: int, rank: int, layer: int, reason: Reason) -> Verdict:
         """Proposes to abandon a wave and those after it; the verdict may be another rank's, even to commit."""
-        return self._propose(wave, Verdict(False, rank=rank, layer=layer, reason=reason))
+        with self._reaching_board(layer):
+            return self._propose(wave, Verdict(False, rank=rank, layer=layer, reason=reason))
 
     def error(self, verdict: Verdict) -> MigrationError:
         """The error for a wave that was abandoned."""
@@ -213,6 +215,23 @@ class Executor(ABC):
     def behind(self, word: Word, value: int) -> list[int]:
         """Ranks whose number is below a value."""
         return [rank for rank in range(self.ranks) if self.board.ask(word, rank) < value]
+
+    @contextlib.contextmanager
+    def _reaching_board(self, layer: int) -> Iterator[None]:
+        """MigrationError in this rank's name when the board is lost."""
+        try:
+            yield
+        except BoardLost as lost:
+            raise self.error(Verdict(False, rank=self.rank, layer=layer, reason=Reason.BOARD)) from lost
+
+    def _wait_for_own_buffer(self, share: Share) -> None:
+        needed = self.ticket(share.wave - GENERATIONS)
+
+        def missing() -> list[int]:
+            return [self.rank] if self.board.ask(Word.CONSUMED, self.rank) < needed else []
+
+        if share.wave >= GENERATIONS:
+            self.wait(missing, share.wave, share.layers[0])
 
     def _propose(self, wave: int, verdict: Verdict) -> Verdict:
         return Verdict.decode(self.board.propose(self.migration, wave, verdict.encode()))
