@@ -41,7 +41,7 @@ from gimbal_runtime.tools.server import VllmServer
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "fixtures" / "tiny-qwen3-moe"
 PROMPTS = ROOT / "fixtures" / "prompts.jsonl"
-SERVER_BYTES = 6 << 30
+SERVER_BYTES = 4 << 30
 """Memory of one server, with room to spare."""
 
 
