@@ -6,7 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from gimbal_runtime.affinity import prefix_key
 from gimbal_runtime.engine_select import EngineSelector
+from gimbal_runtime.prefix_estimate import PrefixEstimate
 from gimbal_runtime.trace import EngineTrace
 
 
@@ -54,3 +56,27 @@ def test_observe_all_then_select(benchmark: Any, engines: int) -> None:
 
     benchmark(publish)
     assert selector.scores is not None
+
+
+@pytest.mark.parametrize("tokens", [256, 2_048, 8_192])
+def test_select_with_affinity_and_prefix_estimate(benchmark: Any, tokens: int) -> None:
+    """One request as an API server chooses for it, 64 engines: key, blocks, what is cached, the choice."""
+    selector = EngineSelector(64, 8_192, kv_capacity_tokens=1_000_000)
+    estimate = PrefixEstimate(64, block_size=64, capacity_blocks=15_625)
+    for engine, trace in enumerate(make_traces(64)):
+        selector.observe(engine, trace)
+    prompt = list(range(tokens))
+
+    def choose() -> None:
+        blocks = estimate.blocks(prompt)
+        decision = selector.select(
+            tokens,
+            now=1.0,
+            affinity_key=prefix_key(prompt),
+            cached=lambda engine: estimate.cached_tokens(engine, blocks),
+        )
+        estimate.add(decision.engine, blocks)
+        selector.release(decision.engine, decision.seq)
+
+    benchmark(choose)
+    assert estimate.cached_tokens(selector.decisions.recent(1)[0].engine, estimate.blocks(prompt)) == tokens

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ def _origin() -> dict[str, Any]:
         "command": "python bench/serving/engine_choice.py",
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, CPU backend of vLLM",
         "versions": {name: metadata.version(name) for name in ("vllm", "torch", "gimbal-kernels")},
+        "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
         "note": "client, engines and all servers share the cores: figures compare variants, they predict no GPU",
     }
 
