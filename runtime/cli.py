@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .tools import bench, demo, doctor, simulate
+from .tools import bench, demo, doctor, route, simulate
 from .tools.errors import InputError, RunError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     simulate.add_parser(commands)
     bench.add_parser(commands)
+    route.add_parser(commands)
     return parser
 
 

@@ -64,7 +64,11 @@ class FitQuality:
     @property
     def good(self) -> bool:
         """The node may be used for deflection: error <= 15 %, >= 32 iterations, >= 8 with a prefill."""
-        return self.error <= MAX_ERROR and self.iterations >= MIN_ITERATIONS and self.prefills >= MIN_PREFILLS
+        return self.good_within(MAX_ERROR)
+
+    def good_within(self, max_error: float) -> bool:
+        """The same with another limit on the error."""
+        return self.error <= max_error and self.iterations >= MIN_ITERATIONS and self.prefills >= MIN_PREFILLS
 
 
 @dataclass(frozen=True, slots=True)

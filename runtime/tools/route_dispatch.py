@@ -1,0 +1,278 @@
+"""Which node serves a request, and when: the policy of `gimbal_runtime.deflection` over the nodes' reports.
+
+Requests for a prefill node are held here while that node has enough to do, and looked at again when a decode node
+has become free: in a burst every decode node has a deflected prompt in flight when a request arrives.
+Held requests are sent in the order of their arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from ..deflection import DeflectionConfig, DeflectionRouter, Route
+from .route_nodes import Link, Node, Sent, alive
+
+DEPTH = 2
+"""Requests that a prefill node always has: one that it computes, one that it takes next."""
+RECONSIDERED = 32
+"""Held requests per prefill node that are looked at again."""
+
+
+class NoNode(Exception):
+    """No node can serve the request; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way through the router.
+
+    Attributes:
+        name: unique, also among the attempts at one request.
+        tokens: of its prompt; None: not known.
+        single: one prompt and one answer; others are not deflected.
+        tbt_slo: seconds between tokens that it asks for; None: none.
+    """
+
+    name: str
+    tokens: int | None
+    single: bool = True
+    tbt_slo: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request's prompt is computed.
+
+    Attributes:
+        node: a prefill node, or the decode node to which it is deflected.
+        chunks: prompt tokens of each iteration when deflected, else empty.
+        route: the policy's decision; None: the prompt's length is not known, prefill nodes in order.
+        seconds: of the decision itself.
+        held: seconds that the request was held.
+    """
+
+    node: Node
+    chunks: tuple[int, ...]
+    route: Route | None
+    seconds: float
+    held: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    ticket: Ticket
+    excluded: Collection[Node]
+    since: float
+    result: asyncio.Future[Placement | None]
+    placement: Placement | None = None  # on the prefill node that it waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig:
+    """Settings of the dispatcher.
+
+    Attributes:
+        deflection: constants of the policy.
+        deflect: whether prompts may be computed on decode nodes while a prefill node answers.
+        hold: whether requests are held and looked at again.
+        hold_timeout: seconds that a request waits for a node that can take it while a decode node answers.
+
+    Raises:
+        ValueError: a negative `hold_timeout`.
+    """
+
+    deflection: DeflectionConfig = field(default_factory=DeflectionConfig)
+    deflect: bool = True
+    hold: bool = True
+    hold_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.hold_timeout >= 0.0:
+            raise ValueError(f"hold_timeout: {self.hold_timeout!r}; valid: seconds >= 0")
+
+
+class Dispatcher:
+    """Places requests on nodes; used on one event loop.
+
+    Args:
+        prefill, decode: nodes, in their fixed order.
+        config: settings.
+        link: between them.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[Node],
+        decode: Sequence[Node],
+        config: DispatchConfig | None = None,
+        *,
+        link: Link | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.prefill, self.decode = tuple(prefill), tuple(decode)
+        self.config = config if config is not None else DispatchConfig()
+        self.link = link if link is not None else Link()
+        self._clock = clock
+        self._router = DeflectionRouter(self.config.deflection)
+        self._by_url = {node.url: node for node in (*prefill, *decode)}
+        self._held: dict[Node, deque[_Held]] = {node: deque() for node in self.prefill}
+        self._stranded: deque[_Held] = deque()
+        self._order = 0
+
+    def held(self) -> int:
+        """Requests that are held now."""
+        return len(self._stranded) + sum(len(queue) for queue in self._held.values())
+
+    async def place(self, ticket: Ticket, excluded: Collection[Node] = ()) -> Placement:
+        """Waits until a node takes the request, and books it there: the caller ends it by `Node.end`.
+
+        Args:
+            ticket: the request.
+            excluded: nodes that have failed it.
+
+        Raises:
+            NoNode: no decode node answers, or none could take it within `hold_timeout`.
+        """
+        started = self._clock()
+        while True:
+            if not alive(self.decode, excluded):
+                raise NoNode("no decode node answers")
+            placement = self._decide(ticket, excluded)
+            if placement is not None and (placement.chunks or not self.config.hold):
+                return self._book(ticket, placement, started)
+            entry = _Held(
+                ticket, excluded, started, asyncio.get_running_loop().create_future(), placement=placement
+            )
+            queue = self._stranded if placement is None else self._held[placement.node]
+            queue.append(entry)
+            self.pump()
+            outcome = await self._wait(entry, queue, started)
+            if outcome is not None:
+                return outcome
+
+    async def _wait(self, entry: _Held, queue: deque[_Held], started: float) -> Placement | None:
+        """The placement of a held request; None: it has to be decided again."""
+        patience = None
+        if entry.placement is None:
+            patience = max(0.0, started + self.config.hold_timeout - self._clock())
+        try:
+            return await asyncio.wait_for(asyncio.shield(entry.result), patience)
+        except asyncio.TimeoutError:
+            self._abandon(entry, queue)
+            raise NoNode(
+                "no prefill node answers, and no decode node could take the prompt in time"
+            ) from None
+        except BaseException:
+            self._abandon(entry, queue)
+            raise
+
+    def _abandon(self, entry: _Held, queue: deque[_Held]) -> None:
+        """The request has gone away; one that was placed in that very moment leaves its node again."""
+        if entry in queue:
+            queue.remove(entry)
+        if not entry.result.done():
+            entry.result.cancel()
+        elif (placement := entry.result.result()) is not None:
+            placement.node.end(entry.ticket.name)
+
+    def pump(self) -> None:
+        """To be called when anything has changed: sends what may be sent, looks again at what waits."""
+        for node, queue in self._held.items():
+            if not node.alive:
+                _again(queue)
+            while queue and self._has_room(node):
+                entry = queue.popleft()
+                assert entry.placement is not None
+                entry.result.set_result(self._book(entry.ticket, entry.placement, entry.since))
+        if self.config.deflect and self.config.hold:
+            for node, queue in self._held.items():
+                self._reconsider(node, queue)
+        for entry in tuple(self._stranded):
+            if not alive(self.decode, entry.excluded) or self._decide(entry.ticket, entry.excluded):
+                self._stranded.remove(entry)
+                _finish(entry, None)
+
+    def take_decode(self, ticket: Ticket, excluded: Collection[Node] = ()) -> Node:
+        """Books a request whose prompt is computed on the decode node with most room; ties, and nodes whose room
+        is not known: the one with fewest requests of this router, then the first.
+
+        Raises:
+            NoNode: none answers.
+        """
+        nodes = alive(self.decode, excluded)
+        if not nodes:
+            raise NoNode("no decode node answers")
+        now = self._clock()
+        node = min(nodes, key=lambda node: (-node.room(now), node.unfinished))
+        node.send(Sent(ticket.name, ticket.tokens, tbt_slo=ticket.tbt_slo))
+        return node
+
+    def _decide(self, ticket: Ticket, excluded: Collection[Node]) -> Placement | None:
+        """The policy's decision; None: nobody can take it now."""
+        started = time.perf_counter()
+        prefill = [node for node in self.prefill if node not in excluded]
+        if ticket.tokens is None:
+            live = alive(prefill)
+            if not live:
+                return None
+            self._order += 1
+            return Placement(live[self._order % len(live)], (), None, time.perf_counter() - started)
+        now = self._clock()
+        views = [node.as_prefill(now, self._waiting(node), self.link.bandwidth) for node in prefill]
+        may_deflect = ticket.single and (self.config.deflect or not alive(prefill))
+        decode = [node.as_decode(now) for node in self.decode if node not in excluded] if may_deflect else []
+        route = self._router.route(ticket.tokens, ticket.tokens, views, decode)
+        seconds = time.perf_counter() - started
+        if route.node is None:
+            return None
+        return Placement(self._by_url[route.node], route.chunks, route, seconds)
+
+    def _waiting(self, node: Node) -> list[int | None]:
+        return [entry.ticket.tokens for entry in self._held[node]]
+
+    def _has_room(self, node: Node) -> bool:
+        """Whether a prefill node has less than an iteration's worth to do, or fewer than `DEPTH` requests."""
+        now = self._clock()
+        report, queued = node.fresh(now), node.queued(now)
+        if report is None or queued is None:
+            return True  # nothing is known of it: holding requests back would not help
+        return len(queued) < DEPTH or sum(left for left, _ in queued) < report.token_budget
+
+    def _reconsider(self, node: Node, queue: deque[_Held]) -> None:
+        now = self._clock()
+        while queue:
+            waiting = [entry for entry in queue if entry.ticket.single and entry.ticket.tokens is not None]
+            sizes = [(entry.ticket.tokens or 0, entry.ticket.tokens or 0) for entry in waiting[:RECONSIDERED]]
+            decode = [other.as_decode(now) for other in self.decode]
+            started = time.perf_counter()
+            found = self._router.reconsider(sizes, node.as_prefill(now, [], self.link.bandwidth), decode)
+            if found is None:
+                return
+            place, route = found
+            entry, target = waiting[place], self._by_url[str(route.node)]
+            if target in entry.excluded:
+                return
+            queue.remove(entry)
+            placement = Placement(target, route.chunks, route, time.perf_counter() - started)
+            entry.result.set_result(self._book(entry.ticket, placement, entry.since))
+
+    def _book(self, ticket: Ticket, placement: Placement, since: float) -> Placement:
+        node, deflected = placement.node, bool(placement.chunks)
+        node.send(Sent(ticket.name, ticket.tokens, deflected, ticket.tbt_slo))
+        held = self._clock() - since
+        return Placement(node, placement.chunks, placement.route, placement.seconds, held)
+
+
+def _again(queue: deque[_Held]) -> None:
+    while queue:
+        _finish(queue.popleft(), None)
+
+
+def _finish(entry: _Held, placement: Placement | None) -> None:
+    if not entry.result.done():
+        entry.result.set_result(placement)
