@@ -11,7 +11,17 @@ from .guard import Hook, install_hooks, once
 CPU_MODULES = ("cpu_platform", "cpu_eplb")
 """Platform layer: active on vLLM's CPU platform only, in every mode."""
 
-MODULES = ("settings", "source_rows", "eplb_policy", "weight_transfer", "worker_report", "trace_path")
+MODULES = (
+    "settings",
+    "counting_hooks",
+    "slot_maps",
+    "eplb_policy",
+    "weight_transfer",
+    "worker_report",
+    "trace_path",
+    "chunk_limit",
+    "node_stats",
+)
 """The hooks proper. They ask each server's settings what to do, so that mode `off` is stock vLLM."""
 
 
