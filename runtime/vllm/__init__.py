@@ -13,8 +13,7 @@ CPU_MODULES = ("cpu_platform", "cpu_eplb")
 
 MODULES = (
     "settings",
-    "counting_hooks",
-    "slot_maps",
+    "source_rows",
     "eplb_policy",
     "weight_transfer",
     "worker_report",
