@@ -41,17 +41,22 @@ def make_steps(results: Path, gpu: str) -> list[Step]:
     small = ("tests/counting/test_counting_gpu.py", "-k", "report_11")
     table = results / f"counting-{gpu}.json"
     return [
-        Step("tests marked gpu", (*pytest, "-m", "gpu", "tests"), 150),
+        Step("tests marked gpu", (*pytest, "-m", "gpu", "tests"), 130),
         Step(
             "random shapes on every backend",
             (python, "tests/counting/acceptance.py", "--cases", "300", "--simt", "1"),
-            90,
+            80,
         ),
-        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 120),
+        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 110),
+        Step(
+            "migration between two processes",
+            (python, "bench/device_migration.py", "--json", str(results / f"migration-{gpu}.json")),
+            65,
+        ),
         Step(
             "memory errors",
             ("compute-sanitizer", "--error-exitcode", "1", *pytest, *small),
-            100,
+            90,
             tool="compute-sanitizer",
         ),
     ]

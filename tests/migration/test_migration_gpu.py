@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import migration_ranks as group
 import numpy as np
@@ -10,6 +15,7 @@ import pytest
 from migration_cases import random_slots
 
 from gimbal_kernels.migration import ExpertWeights, migrate
+from gimbal_kernels.migration import host as compiled
 from gimbal_kernels.migration.executors import PeerMemoryExecutor, peer_memory
 
 READY = peer_memory.status()
@@ -50,3 +56,27 @@ def test_without_a_gpu_it_says_why():
         ValueError, match=r"executor: PeerMemoryExecutor is not available: .*; valid: process_group"
     ):
         PeerMemoryExecutor(weights, rank=0, ranks=1, name="none")
+
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "device_migration.py"
+
+
+@pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
+def test_the_device_benchmark_checks_every_byte_here_over_shared_memory(tmp_path):
+    table = tmp_path / "result.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--expert-bytes", "3000", "--json", str(table)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(table.read_text())
+    assert result["wrong_experts"] == 0
+    assert result["megabytes"] == pytest.approx(4 * 64 * 3004 / 1e6, abs=0.05)
+    assert result["migration_gb_s"] > 0
+
+
+def test_the_device_benchmark_sees_one_wrong_byte():
+    script, sizes = runpy.run_path(str(SCRIPT)), {"w13": 200, "w2": 100}
+    weights = script["make_weights"]([5, 9], sizes, "cpu")
+    assert script["wrong_experts"](weights, [5, 9], sizes, "cpu") == 0
+    assert script["wrong_experts"](weights, [9, 5], sizes, "cpu") == 2 * weights.num_layers
+    weights.layers[1]["w2"][0, 50] += 1
+    assert script["wrong_experts"](weights, [5, 9], sizes, "cpu") == 1
