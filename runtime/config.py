@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 MODES = ("off", "dp", "ep", "uncoordinated", "full")
+RECORDINGS = ("auto", "kernel", "loads", "compare")
 METHODS = ("paper", "eplb")
 TRANSFERS = ("auto", "stock", "process_group", "shared_memory", "peer_memory")
 AFFINITIES = ("prefix", "session", "off")
@@ -117,8 +118,10 @@ def _number(
     return _Kind(valid=valid, check=check, parse=parse)
 
 
-def _integer(low: int) -> _Kind:
-    def check(value: Any) -> int:
+def _integer(low: int, *, optional: bool = False) -> _Kind:
+    def check(value: Any) -> int | None:
+        if value is None and optional:
+            return None
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise _reject(value)
         return value
@@ -176,6 +179,19 @@ class GimbalConfig:
     )
     traffic_dir: str | None = _setting(
         None, _path(), "folder in which every closed window's traffic is saved as an .npz"
+    )
+    recording: str = _setting(
+        "auto",
+        _choice(RECORDINGS),
+        "how picks are counted: kernel: map_and_count in place of vLLM's recording function; loads: from vLLM's "
+        "load counters; auto: kernel where experts are placed, else loads; compare: kernel, checked against "
+        "vLLM's own recording at every window",
+    )
+    first_window: int | None = _setting(
+        None,
+        _integer(1, optional=True),
+        "steps of the first window, so that the first placement comes early (unset: vLLM's own, a quarter of its "
+        "step_interval)",
     )
     node_statistics: bool = _setting(
         False,
@@ -247,6 +263,11 @@ class GimbalConfig:
     def feeds_pressure(self) -> bool:
         """MoE pressure enters the score of engine choice."""
         return self.mode == "full"
+
+    @property
+    def replaces_recording(self) -> bool:
+        """vLLM's recording function is replaced, where a model allows it."""
+        return self.recording in ("kernel", "compare") or (self.recording == "auto" and self.places_experts)
 
     @property
     def counts_traffic(self) -> bool:

@@ -13,7 +13,8 @@ CPU_MODULES = ("cpu_platform", "cpu_eplb")
 
 MODULES = (
     "settings",
-    "source_rows",
+    "counting_hooks",
+    "slot_maps",
     "eplb_policy",
     "weight_transfer",
     "worker_report",

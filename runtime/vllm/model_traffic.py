@@ -15,6 +15,8 @@ import torch.distributed as dist
 from gimbal_kernels.counting import TrafficWindow
 from gimbal_kernels.counting.window import ClosingWindow
 
+from .kernel_recording import KernelRecording
+from .loads_recording import LoadsRecording
 from .rank_place import RankPlace
 
 
@@ -34,39 +36,60 @@ class ModelTraffic:
         self.state = state
         self.place = place
         self.sequence_parallel = bool(model.moe_layers[0].moe_config.is_sequence_parallel)
+        self.contributes = place.counts(sequence_parallel=self.sequence_parallel)
+        """Whether this rank's picks go into its source's row."""
         self.window = TrafficWindow(
-            model.num_moe_layers, place.num_sources, model.num_logical_experts, device=device, group=group
+            model.num_moe_layers,
+            place.num_sources,
+            model.num_logical_experts,
+            device=device,
+            group=group,
+            contribute=self.contributes,
         )
         self.closed: deque[ClosingWindow] = deque()
         self.loads = RankLoads(place, device, group, pressure_interval, layers=model.num_moe_layers)
-        self._before: torch.Tensor | None = None
+        self.recording: LoadsRecording | KernelRecording = self.by_loads()
+
+    def by_loads(self) -> LoadsRecording:
+        """A recording from vLLM's counters into this rank's source row."""
+        return LoadsRecording(
+            self.state.expert_load_pass, self.state.physical_to_logical_map, self._own_row()
+        )
+
+    def _own_row(self) -> torch.Tensor:
+        """[L, E] of the window that is being recorded."""
+        return self.window.counts[:, self.place.source]  # type: ignore[no-any-return]
+
+    @property
+    def reads_loads(self) -> bool:
+        """Whether vLLM must record every step, since its counters are read."""
+        return isinstance(self.recording, LoadsRecording)
 
     def before_forward(self) -> None:
-        """Notes the counters, so that what warm-up or dummy passes left in them is not counted.
+        """A forward pass of a real step is about to run."""
+        self.recording.before_forward()
 
-        A drafter runs several passes in a step: the first one counts from here.
+    def after_forward(self, *, is_dummy: bool, vllm_records: bool = True) -> None:
+        """Takes in the step that just ran, unless it was a dummy.
+
+        Args:
+            vllm_records: whether vLLM takes this step's load into its own window; if not, it is to find none.
         """
-        if self._before is None:
-            self._before = self.state.expert_load_pass.clone()
-
-    def after_forward(self, *, is_dummy: bool) -> None:
-        """Adds the picks of the step that just ran to this rank's source row, unless it was a dummy."""
-        before, self._before = self._before, None
-        if is_dummy or before is None or not self.place.counts(sequence_parallel=self.sequence_parallel):
-            return
-        picks = self.state.expert_load_pass - before
-        row = self.window.counts[:, self.place.source]
-        row.scatter_add_(1, self.state.physical_to_logical_map.long(), picks.to(row.dtype))
-        self.loads.add(picks)
+        picks = self.recording.after_forward(is_dummy=is_dummy)
+        if picks is not None and self.contributes:
+            self.loads.add(picks)
+        if not (is_dummy or vllm_records):
+            self.recording.drop_load()
 
     def start_afresh(self) -> None:
         """Forgets what was counted so far: the server has been profiled and warmed up, and serves from here."""
-        self._before = None
+        self.recording.forget()
         self.window.counts.zero_()
         self.loads.forget()
 
     def close(self) -> None:
         """Closes the window, a collective that is not waited for here; `closed` holds it for the policy."""
+        self.recording.close(self._own_row())
         self.closed.clear()
         self.closed.append(self.window.close_async())
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gimbal_kernels.topology import Topology
+
 from .guard import expect
 
 
@@ -28,6 +30,16 @@ class RankPlace:
     def is_first(self) -> bool:
         """Whether this is rank 0 of the EP group, which logs and writes for all."""
         return self.source == 0 and self.tp_rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Of the EP group."""
+        return self.source * self.tp_size + self.tp_rank
+
+    def topology(self, nodes: int) -> Topology:
+        """Ranks in node order, sources on consecutive ranks; `nodes` that do not divide the ranks count as one."""
+        nodes = nodes if self.num_ranks % nodes == 0 else 1
+        return Topology.grid(nodes=nodes, gpus_per_node=self.num_ranks // nodes, sources=self.num_sources)
 
     def counts(self, *, sequence_parallel: bool) -> bool:
         """Whether this rank's picks go into its source's row.
@@ -86,6 +98,11 @@ def reason_not_to_count_model(model: Any) -> str | None:
             return f"its experts ({type(layer).__name__}) are not run by vLLM's MoE runner"
         if layer.is_monolithic:
             return "its fused kernel routes by itself and records nothing"
-        if layer.do_naive_dispatch_combine:
-            return "its tokens are gathered before they are routed"
+    return None
+
+
+def reason_not_to_read_loads(model: Any) -> str | None:
+    """Why vLLM's load counters are not a source row, or None."""
+    if any(layer.do_naive_dispatch_combine for layer in model.moe_layers):
+        return "its tokens are gathered before they are routed"
     return None

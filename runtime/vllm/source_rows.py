@@ -1,17 +1,17 @@
-"""Hook: counts picks per DP source and closes a window at every rearrangement (SPEC section 2).
+"""Picks per DP source on one rank, and the windows that they are closed in at every rearrangement (SPEC section 2).
 
-Routing precedes dispatch, so what one EP rank records in a forward pass are its own tokens' picks: a source row.
-Around every real forward pass the rank's recorded load is read off vLLM's counters, turned from physical slots to
-logical experts and added to its DP group's row of a `TrafficWindow`. When vLLM rearranges, which all ranks do at
-the same step, the window is closed: one all-reduce gives every rank the same [L, S, E].
+Every rank adds the picks of its own tokens to its DP group's row of a `TrafficWindow`: in the router itself
+(`kernel_recording`), or from vLLM's load counters after each step (`loads_recording`). When vLLM rearranges, which
+all ranks do at the same step, the window is closed: one all-reduce gives every rank the same [L, S, E].
 
-Layouts and models where routing does not precede dispatch are not counted, and a warning says so.
+Layouts and models that neither of the two can count are not counted, and a warning says so.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,29 @@ import torch.distributed as dist
 
 from ..balancer import save_rest
 from ..config import GimbalConfig
-from .guard import Fuse, Hook, HookMismatch, expect, logger, patch, warn_once
+from .guard import Fuse, expect, logger, warn_once
+from .kernel_recording import KernelRecording, reason_not_to_record
 from .model_traffic import ModelTraffic
-from .rank_place import RankPlace, place_of_this_rank, reason_not_to_count, reason_not_to_count_model
-from .settings import config_for
+from .rank_place import (
+    RankPlace,
+    place_of_this_rank,
+    reason_not_to_count,
+    reason_not_to_count_model,
+    reason_not_to_read_loads,
+)
 
-STATE = "vllm.distributed.eplb.eplb_state"
-ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router"
-RECORD = "eplb_map_to_physical_and_record"
 # What all ranks must agree on: a rank with other settings would reduce at other steps or place otherwise.
-SHARED_SETTINGS = ("mode", "observe", "method", "alpha", "beta", "gamma", "pressure_interval")
+SHARED_SETTINGS = (
+    "mode",
+    "observe",
+    "method",
+    "alpha",
+    "beta",
+    "gamma",
+    "pressure_interval",
+    "recording",
+    "first_window",
+)
 
 
 class SourceRows:
@@ -56,6 +69,8 @@ class SourceRows:
         self._models: dict[str, ModelTraffic] = {}  # by vLLM's key, in vLLM's order
         self.has_slices = False
         """Whether a model routes slices of its group's tokens; asked in every MoE layer of every pass."""
+        self.reads_loads = False
+        """Whether a model is counted from vLLM's load counters, which then must be kept in every step."""
         self._rearranging_since: float | None = None
 
     def add(self, model_key: str) -> None:
@@ -65,14 +80,32 @@ class SourceRows:
         """
         state = self._eplb_state.model_states[model_key]
         with torch.inference_mode(False):  # they are written to in and outside of it
-            result = _traffic_or_reason(state, self.place, self._group, self.config.pressure_interval)
-        reason = result if isinstance(result, str) else None
-        reasons = [other for other in gather(reason) if other is not None]
-        if reasons:
-            warn_once(f"Gimbal does not count {state.model_name}: {reasons[0]}")
-        elif isinstance(result, ModelTraffic):
-            self._models[model_key] = result
-            self.has_slices |= result.sequence_parallel
+            model, kernel, reasons = _count_by(state, self.place, self._group, self.config)
+        reasons_of_rank = gather(reasons)
+        no_kernel = next((reason.kernel for reason in reasons_of_rank if reason.kernel is not None), None)
+        problem = next((reason.model for reason in reasons_of_rank if reason.model is not None), None)
+        if problem is None and no_kernel is not None:
+            problem = reason_not_to_read_loads(state.model)
+        if problem is not None or model is None:
+            warn_once(f"Gimbal does not count {state.model_name}: {problem}")
+            return
+        if no_kernel is None and kernel is not None:
+            model.recording = kernel
+            kernel.attach()
+        self._models[model_key] = model
+        self.has_slices |= model.sequence_parallel
+        self.reads_loads |= model.reads_loads
+        self._log_choice(state.model_name, no_kernel)
+
+    def _log_choice(self, name: str, no_kernel: str | None) -> None:
+        """One line that says where the picks of a model are counted."""
+        if not self.place.is_first:
+            return
+        if no_kernel is None:
+            logger.info("Gimbal counts %s by map_and_count, in place of vLLM's recording", name)
+        else:
+            level = logging.WARNING if self.config.replaces_recording else logging.INFO
+            logger.log(level, "Gimbal counts %s from vLLM's load counters: %s", name, no_kernel)
 
     def counted(self) -> list[ModelTraffic]:
         """Models that are counted, in vLLM's order."""
@@ -87,6 +120,23 @@ class SourceRows:
         for model in self.counted():
             model.start_afresh()
 
+    def shorten_first_window(self) -> None:
+        """The first rearrangement comes after `first_window` steps; the same step count on every rank.
+
+        Only the count of steps is moved on: vLLM's window stays as long as it is.
+        """
+        steps, state = self.config.first_window, self._eplb_state
+        if steps is not None and self._models:
+            interval = state.expert_rearrangement_step_interval
+            state.expert_rearrangement_step = max(0, interval - steps)
+            state._update_layer_should_record()
+
+    def follow(self, model_state: Any, slots: Any, layer: int | None) -> None:
+        """vLLM has committed a slot map [L, P], or [P] of one layer; also while nothing is counted any more."""
+        for model in self._models.values():
+            if model.state is model_state:
+                model.recording.follow(slots, layer)
+
     def before_forward(self, model_key: str) -> None:
         """A forward pass of one model is about to run."""
         model = self._models.get(model_key)
@@ -98,13 +148,19 @@ class SourceRows:
         for model in self.counted():
             model.after_forward(is_dummy=True)
 
-    def after_step(self, *, is_dummy: bool) -> None:
-        """Counts the step that just ran; then, on every rank alike, exchanges loads when that is due."""
+    def after_step(self, *, is_dummy: bool, vllm_records: bool = True) -> None:
+        """Counts the step that just ran; then, on every rank alike, exchanges loads when that is due.
+
+        Args:
+            vllm_records: whether vLLM takes the step's load into its own window.
+        """
         for model in self.counted():
-            self.fuse.attempt(model.after_forward, is_dummy=is_dummy)
+            self.fuse.attempt(model.after_forward, is_dummy=is_dummy, vllm_records=vllm_records)
         well = [model.loads.end_step(well=not self.fuse.blown) for model in self.counted()]
         if not all(well):
             self.stood_aside = True
+            for model in self._models.values():
+                model.recording.leave_on()
             warn_once("Gimbal: a rank can no longer count; all ranks have stopped, vLLM's own policy decides")
 
     def close_windows(self) -> None:
@@ -135,23 +191,45 @@ class SourceRows:
     def save_rest(self) -> None:
         """Saves what this rank has counted since the last window was closed, where windows are saved."""
         main = self.main()
-        if self.config.traffic_dir is None or main is None:
+        if self.config.traffic_dir is None or main is None or not main.contributes:
             return
-        rank = self.place.source * self.place.tp_size + self.place.tp_rank
         traffic = main.window.counts.cpu().numpy()
-        save_rest(self.config.traffic_dir, rank, traffic=traffic, current=main.current_slots())
+        save_rest(self.config.traffic_dir, self.place.rank, traffic=traffic, current=main.current_slots())
 
 
-def _traffic_or_reason(state: Any, place: RankPlace, group: Any, interval: int) -> ModelTraffic | str:
-    """The counters of a model, or why it is not counted."""
+@dataclass(frozen=True)
+class _Reasons:
+    """Why one rank cannot count a model at all, or not by the kernel; None: it can."""
+
+    model: str | None = None
+    kernel: str | None = None
+
+
+def _count_by(
+    state: Any, place: RankPlace, group: Any, config: GimbalConfig
+) -> tuple[ModelTraffic | None, KernelRecording | None, _Reasons]:
+    """A model's counters and the recording that would replace vLLM's, as far as this rank can have them."""
     reason = reason_not_to_count_model(state.model)
     if reason is not None:
-        return reason
+        return None, None, _Reasons(model=reason)
     try:
-        return ModelTraffic(state, place, group, interval)
+        model = ModelTraffic(state, place, group, config.pressure_interval)
     except Exception as error:
         logger.exception("Gimbal: no counters for %s", state.model_name)
-        return f"{type(error).__name__}: {error}"
+        return None, None, _Reasons(model=f"{type(error).__name__}: {error}")
+    if not config.replaces_recording:
+        return model, None, _Reasons(kernel=f"setting recording is '{config.recording}'")
+    compare = config.recording == "compare"
+    try:
+        reason = reason_not_to_record(state, place, compare=compare)
+        if reason is not None:
+            return model, None, _Reasons(kernel=reason)
+        topology = place.topology(expect("vllm.distributed.parallel_state", "get_node_count")())
+        kernel = KernelRecording(state, place, model.window.counts, topology, compare=compare)
+    except Exception as error:
+        logger.exception("Gimbal: vLLM's recording of %s is not replaced", state.model_name)
+        return model, None, _Reasons(kernel=f"{type(error).__name__}: {error}")
+    return model, kernel, _Reasons()
 
 
 def gather(mine: Any) -> list[Any]:
@@ -168,6 +246,13 @@ _of_this_process: SourceRows | None = None
 def rows_of_this_process() -> SourceRows | None:
     """The source rows of the worker in this process, or None; a worker has one EplbState."""
     return _of_this_process
+
+
+def forget_process() -> SourceRows | None:
+    """The worker stops: its source rows, for the last time."""
+    global _of_this_process
+    rows, _of_this_process = _of_this_process, None
+    return rows
 
 
 def rows_of(eplb_state: Any) -> SourceRows | None:
@@ -201,139 +286,3 @@ def start_counting(eplb_state: Any, config: GimbalConfig) -> None:
     place = place_of_this_rank(eplb_state.parallel_config)
     group = expect("vllm.distributed.parallel_state", "get_ep_group")().device_group
     eplb_state.gimbal_rows = _of_this_process = SourceRows(eplb_state, config, place, group)
-
-
-def _own_unpadded(load_view: torch.Tensor, num_unpadded: torch.Tensor | None, rows: int) -> Any:
-    """The count of unpadded rows that this rank's slice has, for the layer that `load_view` belongs to.
-
-    vLLM hands every TP rank the count of the whole group, also under sequence-parallel MoE.
-    """
-    all_rows = rows_of_this_process()
-    if all_rows is None or num_unpadded is None or not all_rows.has_slices:
-        return num_unpadded
-
-    def own() -> Any:
-        storage = load_view.untyped_storage().data_ptr()
-        for model in all_rows.counted():
-            load = model.state.expert_load_pass
-            if model.sequence_parallel and load.untyped_storage().data_ptr() == storage:
-                return all_rows.place.unpadded_rows(num_unpadded, rows)
-        return num_unpadded
-
-    return all_rows.fuse.run(own, lambda: num_unpadded)
-
-
-def _install_recording() -> None:
-    parameters = ["topk_ids", "expert_load_view", "logical_to_physical_map", "logical_replica_count"]
-    stock = expect(ROUTER, RECORD, [*parameters, "record_enabled", "num_unpadded_tokens"])
-
-    def record(
-        topk_ids: torch.Tensor,
-        expert_load_view: torch.Tensor,
-        logical_to_physical_map: torch.Tensor,
-        logical_replica_count: torch.Tensor,
-        record_enabled: torch.Tensor,
-        num_unpadded_tokens: torch.Tensor | None = None,
-    ) -> Any:
-        return stock(
-            topk_ids=topk_ids,
-            expert_load_view=expert_load_view,
-            logical_to_physical_map=logical_to_physical_map,
-            logical_replica_count=logical_replica_count,
-            record_enabled=record_enabled,
-            num_unpadded_tokens=_own_unpadded(expert_load_view, num_unpadded_tokens, topk_ids.shape[0]),
-        )
-
-    patch(ROUTER, RECORD, record)
-
-
-def _check() -> None:
-    for name in ("expert_load_pass", "physical_to_logical_map", "model_name", "rebalanced"):
-        if name not in expect(STATE, "EplbModelState").__dataclass_fields__:
-            raise HookMismatch(f"EplbModelState has no {name}")
-    runner = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
-    expect(runner, "MoERunner.is_monolithic")
-    expect(runner, "MoERunner.do_naive_dispatch_combine")
-    expect("vllm.model_executor.layers.fused_moe.config", "FusedMoEConfig.is_sequence_parallel")
-
-
-def _install() -> None:
-    _check()
-    state_class = expect(STATE, "EplbState")
-    init = expect(STATE, "EplbState.__init__", ["self", "parallel_config", "device"])
-    add_model = expect(STATE, "EplbState.add_model", ["self", "model", "model_config"])
-    prepare = expect(STATE, "EplbState.prepare_forward", ["self", "model_config", "num_unpadded_tokens"])
-    step = expect(STATE, "EplbState.step", ["self", "is_dummy", "is_profile", "log_stats"])
-    rearrange = expect(STATE, "EplbState.rearrange", ["self", "is_profile"])
-    should_record = expect(STATE, "EplbState._should_record_current_step", ["self"])
-    model_key = expect("vllm.config.utils", "compute_hash_cached")
-    current_config = expect("vllm.config", "get_current_vllm_config")
-    worker_class = expect("vllm.v1.worker.gpu_worker", "Worker")
-    warm_up = expect("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ["self"])
-    stop_worker = expect("vllm.v1.worker.gpu_worker", "Worker.shutdown", ["self"])
-    _install_recording()
-
-    def state_init(self: Any, parallel_config: Any, device: torch.device) -> None:
-        init(self, parallel_config, device)
-        start_counting(self, config_for(current_config()))
-
-    def eplb_add_model(self: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        add_model(self, model, model_config, *args, **kwargs)
-        rows = rows_of(self)
-        if rows is not None:
-            rows.add(model_config.compute_hash())
-
-    def compile_or_warm_up_model(self: Any) -> Any:
-        result = warm_up(self)
-        rows = rows_of_this_process()
-        if rows is not None:
-            rows.fuse.attempt(rows.start_afresh)
-        return result
-
-    def prepare_forward(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        prepare(self, model_config, *args, **kwargs)
-        rows = rows_of(self)
-        if rows is not None:
-            rows.fuse.attempt(lambda: rows.before_forward(model_key(model_config)))
-
-    def eplb_step(
-        self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
-    ) -> None:
-        rows = rows_of(self)
-        if rows is not None and is_profile:
-            rows.after_profile()
-        elif rows is not None:
-            rows.after_step(is_dummy=is_dummy)
-        step(self, is_dummy, is_profile, log_stats)
-        if rows is not None:
-            rows.note_finished()
-
-    def eplb_rearrange(self: Any, is_profile: bool = False, *args: Any, **kwargs: Any) -> Any:
-        rows = rows_of(self)
-        if rows is not None and not is_profile:
-            rows.close_windows()
-        return rearrange(self, is_profile, *args, **kwargs)
-
-    def should_record_current_step(self: Any, log_stats: bool = False) -> bool:
-        # vLLM records only the last steps before a rearrangement; a source row needs all of them. The sliding
-        # window that vLLM's own policy reads holds the latest steps either way.
-        return rows_of(self) is not None or should_record(self, log_stats)
-
-    def shutdown(self: Any) -> None:
-        global _of_this_process
-        rows, _of_this_process = _of_this_process, None
-        if rows is not None:
-            rows.fuse.attempt(rows.save_rest)
-        stop_worker(self)
-
-    worker_class.compile_or_warm_up_model = compile_or_warm_up_model
-    worker_class.shutdown = shutdown
-    state_class.add_model = eplb_add_model
-    state_class.__init__ = state_init
-    state_class.prepare_forward = prepare_forward
-    state_class.step = eplb_step
-    state_class.rearrange = eplb_rearrange
-    state_class._should_record_current_step = should_record_current_step
-
-
-HOOKS = (Hook("source-rows", _install),)

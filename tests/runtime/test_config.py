@@ -21,6 +21,8 @@ def test_defaults() -> None:
         "strict": False,
         "observe": False,
         "traffic_dir": None,
+        "recording": "auto",
+        "first_window": None,
         "node_statistics": False,
         "method": "paper",
         "alpha": None,
@@ -193,3 +195,26 @@ def test_the_settings_table_is_the_dataclass() -> None:
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         GimbalConfig().mode = "off"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("mode", "recording", "replaces"),
+    [
+        ("full", "auto", True),
+        ("ep", "loads", False),
+        ("off", "auto", False),
+        ("off", "kernel", True),
+        ("dp", "compare", True),
+    ],
+)
+def test_vllms_recording_is_replaced_where_experts_are_placed_or_as_asked(
+    mode: str, recording: str, replaces: bool
+) -> None:
+    assert from_sources(GIMBAL_MODE=mode, GIMBAL_RECORDING=recording).replaces_recording is replaces
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "soon"])
+def test_first_window_is_a_number_of_steps(value: str) -> None:
+    assert from_sources(GIMBAL_FIRST_WINDOW="40").first_window == 40
+    with pytest.raises(ValueError, match=r"GIMBAL_FIRST_WINDOW: .*; valid: an integer >= 1"):
+        from_sources(GIMBAL_FIRST_WINDOW=value)

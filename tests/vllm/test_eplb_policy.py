@@ -15,7 +15,12 @@ import torch.distributed as dist
 from gimbal_runtime.config import GimbalConfig
 from gimbal_runtime.vllm import eplb_policy
 from gimbal_runtime.vllm.guard import Fuse
-from gimbal_runtime.vllm.rank_place import RankPlace, reason_not_to_count, reason_not_to_count_model
+from gimbal_runtime.vllm.rank_place import (
+    RankPlace,
+    reason_not_to_count,
+    reason_not_to_count_model,
+    reason_not_to_read_loads,
+)
 from gimbal_runtime.vllm.source_rows import SourceRows
 
 LAYERS, SOURCES, EXPERTS, RANKS = 2, 2, 8, 4
@@ -185,6 +190,8 @@ def test_layouts_that_cannot_be_counted_are_named() -> None:
 
     assert reason_not_to_count_model(model(False, False)) is None
     assert "fused kernel" in str(reason_not_to_count_model(model(True, False)))
-    assert "gathered" in str(reason_not_to_count_model(model(False, True)))
+    assert reason_not_to_count_model(model(False, True)) is None
+    assert reason_not_to_read_loads(model(False, False)) is None
+    assert "gathered" in str(reason_not_to_read_loads(model(False, True)))
     own_kernel = SimpleNamespace(moe_layers=[torch.nn.Linear(1, 1)])
     assert "MoE runner" in str(reason_not_to_count_model(own_kernel))

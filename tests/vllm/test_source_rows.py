@@ -35,8 +35,8 @@ def make_state() -> Any:
     )
 
 
-def run_ranks(folder: Path, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(rank)` returns on each of two ranks joined by gloo."""
+def run_ranks(folder: Path, work: Callable[[int], Any], *, nodes: int | None = None) -> list[Any]:
+    """What `work(rank)` returns on each of two ranks joined by gloo; `nodes` as vLLM would count them."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
@@ -48,6 +48,8 @@ def run_ranks(folder: Path, work: Callable[[int], Any]) -> list[Any]:
         stock = source_rows.expect
 
         def expect(module: str, path: str, *args: Any) -> Any:
+            if path == "get_node_count" and nodes is not None:
+                return lambda: nodes
             return (lambda: group) if path == "get_ep_group" else stock(module, path, *args)
 
         source_rows.expect = rank_place.expect = expect  # type: ignore[assignment]
@@ -103,7 +105,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_can_no_longer_count(tmp_path: 
         stopped = None
         for step in range(12):
             if rank == 1 and step == 3:
-                state.physical_to_logical_map = None  # counting fails on this rank from here on
+                rows.counted()[0].recording.after_forward = out_of_memory  # type: ignore[method-assign]
             serve(rows, state, picks=1)
             if rows.stood_aside and stopped is None:
                 stopped = step
@@ -125,6 +127,62 @@ def test_a_model_that_one_rank_cannot_count_is_counted_by_none(tmp_path: Path) -
         return len(rows.counted())
 
     assert run_ranks(tmp_path, work) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("unfit_rank", "recording", "by_kernel"),
+    [(None, "auto", True), (1, "auto", False), (None, "loads", False), (None, "compare", True)],
+)
+def test_the_kernel_records_on_all_ranks_or_on_none(
+    tmp_path: Path, unfit_rank: int | None, recording: str, by_kernel: bool
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from gimbal_runtime.vllm import kernel_recording
+    from vllm.model_executor.layers.fused_moe.router import base_router  # noqa: F401  # once, for all ranks
+
+    from .recording_models import make_model, random_picks, route
+
+    def work(rank: int) -> Any:
+        kernel_recording._follows_slot_maps = True
+        state = make_model()
+        if rank == unfit_rank:
+            state.model.moe_layers[1].router = object()
+        config = GimbalConfig(mode="ep", recording=recording, pressure_interval=2)
+        eplb_state = SimpleNamespace(model_states={"key": state})
+        rows = SourceRows(eplb_state, config, RankPlace(rank, RANKS, RANKS, 0, 1), dist.group.WORLD)
+        rows.add("key")
+        ids = random_picks(5)
+        stock = "_apply_eplb_mapping" not in vars(state.model.moe_layers[0].router)
+        if not stock:  # on the CPU vLLM's own function counts nothing
+            state.num_unpadded_tokens_tensors[0].fill_(4)
+            rows.before_forward("key")
+            route(state, 0, ids)
+            rows.after_step(is_dummy=False, vllm_records=False)
+            rows.close_windows()
+            [model] = rows.counted()
+            assert model.closed[0].wait()[0, rank].sum() == 4 * 2
+            assert state.expert_load_pass.sum() == 0
+        return stock, rows.reads_loads
+
+    answers = run_ranks(tmp_path, work, nodes=1)
+    assert answers == [(not by_kernel, not by_kernel)] * RANKS
+
+
+def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only() -> None:
+    state = SimpleNamespace(
+        model_states={}, expert_rearrangement_step=75, expert_rearrangement_step_interval=100, updated=0
+    )
+    state._update_layer_should_record = lambda: setattr(state, "updated", state.updated + 1)
+    for steps, expected in ((None, 75), (10, 90), (1000, 0)):
+        config = GimbalConfig(mode="ep", first_window=steps)
+        rows = SourceRows(state, config, RankPlace(0, 1, 1, 0, 1), None)
+        rows.shorten_first_window()  # nothing is counted
+        assert state.expert_rearrangement_step == 75
+        rows._models["key"] = SimpleNamespace()  # type: ignore[assignment]
+        rows.shorten_first_window()
+        assert state.expert_rearrangement_step == expected
+        state.expert_rearrangement_step = 75
+    assert state.updated == 2
 
 
 @pytest.mark.parametrize("differs", [False, True])
