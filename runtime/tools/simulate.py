@@ -29,7 +29,15 @@ from .sim_traffic import (
 ENGINES = (2, 4, 8, 16)
 LOADS = (0.5, 0.8, 0.95)
 SHAPES = ("2P2D", "3P1D", "1P3D")
-DEFLECTION_MODES = {"none": None, "on arrival": False, "also while waiting": True}
+AGE_LIMIT = 5.0
+# deflect, look again at requests that wait, age limit of the prefill nodes' queues (0: arrival order)
+DEFLECTION_MODES = {
+    "none": (False, False, 0.0),
+    "on arrival": (True, False, 0.0),
+    "also while waiting": (True, True, 0.0),
+    "none, shortest first": (False, False, AGE_LIMIT),
+    "also while waiting, shortest first": (True, True, AGE_LIMIT),
+}
 # Smaller is better, except throughput.
 COLUMNS = ("ttft_mean", "ttft_p99", "tpot_mean", "throughput")
 
@@ -106,15 +114,18 @@ def simulate_deflection(plan: Plan) -> Iterator[dict[str, Any]]:
     for shape in plan.shapes:
         prefills, decodes = shape_of(shape)
         for load in plan.loads:
-            for mode, reconsider in DEFLECTION_MODES.items():
+            for mode, (deflect, reconsider, age_limit) in DEFLECTION_MODES.items():
                 settings = PdSettings(
-                    prefill_nodes=prefills, decode_nodes=decodes, reconsider=bool(reconsider)
+                    prefill_nodes=prefills,
+                    decode_nodes=decodes,
+                    reconsider=reconsider,
+                    age_limit=age_limit,
                 )
                 runs: list[PdMeasured] = []
                 for seed in range(plan.seeds):
                     arrivals = generate_disaggregated(6 * plan.per_engine, seed)
                     arrivals = at_rate(arrivals, load * prefill_rate(arrivals, settings))
-                    runs.append(simulate_pd(settings, arrivals, deflect=reconsider is not None, seed=seed))
+                    runs.append(simulate_pd(settings, arrivals, deflect=deflect, seed=seed))
                 yield {"shape": shape, "load": load, "deflection": mode, **_mean(runs)}
 
 
@@ -190,15 +201,19 @@ def _print_engines(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_deflection(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{'nodes':6} {'load':>5}  {'deflection':18} {'P95 s':>7} {'mean s':>7} {'queue':>7}", end="")
+    print(
+        f"{'nodes':6} {'load':>5}  {'deflection':34} {'P95 s':>7} {'P99 s':>7} {'mean s':>7} {'queue':>7}",
+        end="",
+    )
     print(f" {'prefill':>7} {'transf.':>7} {'in SLO':>7} {'late tok':>8} {'defl.':>6} {'P95 change':>10}")
     without = 1.0
     for row in rows:
         if row["deflection"] == "none":
             without = row["ttft_p95"]
         print(
-            f"{row['shape']:6} {row['load']:5.2f}  {row['deflection']:18} {row['ttft_p95']:7.3f}"
-            f" {row['ttft_mean']:7.3f} {row['queueing']:7.3f} {row['prefill']:7.3f} {row['transfer']:7.3f}"
+            f"{row['shape']:6} {row['load']:5.2f}  {row['deflection']:34} {row['ttft_p95']:7.3f}"
+            f" {row['ttft_p99']:7.3f} {row['ttft_mean']:7.3f} {row['queueing']:7.3f}"
+            f" {row['prefill']:7.3f} {row['transfer']:7.3f}"
             f" {row['attainment']:7.3f} {row['late_tokens']:8.4f} {row['deflected']:6.2f}"
             f" {100 * (row['ttft_p95'] / without - 1):+9.1f}%"
         )

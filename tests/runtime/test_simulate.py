@@ -18,7 +18,7 @@ from gimbal_runtime.tools.sim_traffic import (
     load_azure,
     window,
 )
-from gimbal_runtime.tools.simulate import shape_of, verdict
+from gimbal_runtime.tools.simulate import DEFLECTION_MODES, shape_of, verdict
 
 AZURE = Path(__file__).resolve().parents[3] / "shared/data/azure/AzureLLMInferenceTrace_code.csv"
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -101,7 +101,7 @@ def test_both_tables(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1P1D" in shown
     result = json.loads(target.read_text())
     assert {row["traffic"] for row in result["engines"]} == {"generated", "azure"}
-    assert [row["deflection"] for row in result["deflection"]] == ["none", "on arrival", "also while waiting"]
+    assert [row["deflection"] for row in result["deflection"]] == list(DEFLECTION_MODES)
     assert result["skipped"] == []
     assert len(result["verdict"]) == 2
     assert all(row["ttft_mean"] > 0.0 for row in result["engines"])
