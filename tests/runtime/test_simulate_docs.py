@@ -5,20 +5,37 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_tables_are_made_from_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("table", ROOT / "bench/simulate/table.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/simulate/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_table_is_replaced_and_the_other_kept() -> None:
+    merged = load("run").merged
+    first = merged({}, {"engines": [1], "verdict": [2], "skipped": [], "deflection": [3]}, {"commit": "a"})
+    assert first["runs"] == {"engines": {"commit": "a"}, "deflection": {"commit": "a"}}
+    second = merged(first, {"skipped": ["azure"], "deflection": [4]}, {"commit": "b"})
+    assert second["runs"] == {"engines": {"commit": "a"}, "deflection": {"commit": "b"}}
+    assert (second["engines"], second["verdict"], second["deflection"]) == ([1], [2], [4])
+    assert second["skipped"] == []
+    assert merged(second, {"skipped": ["azure"], "engines": [5], "verdict": []}, {})["engines"] == [5]
+
+
+def test_tables_are_made_from_the_results() -> None:
+    table = load("table")
     result = json.loads(table.RESULTS.read_text())
     text = (ROOT / "docs/simulator.md").read_text()
     lines = table.engines_table(result) + table.deflection_table(result)
-    assert len(lines) == 2 + 24 + 2 + 27
+    assert len(lines) == 2 + 24 + 2 + 45
     assert [line for line in lines if line not in text] == []
 
 
@@ -35,3 +52,11 @@ def test_what_the_docs_say_of_the_rows() -> None:
         with_, without = (p95[shape, load, mode] for mode in ("also while waiting", "none"))
         assert with_["ttft_p95"] <= 0.4 * without["ttft_p95"]
         assert with_["late_tokens"] <= without["late_tokens"] + 5e-6
+    for load, share in ((0.8, 0.43), (0.95, 0.48)):
+        ordered, without = (p95["3P1D", load, m] for m in ("also while waiting, shortest first", "none"))
+        assert ordered["ttft_p95"] <= share * without["ttft_p95"]
+        assert p95["3P1D", load, "also while waiting"]["ttft_p95"] > 0.6 * without["ttft_p95"]
+    for (shape, load, mode), row in p95.items():
+        if mode == "also while waiting, shortest first":
+            assert row["ttft_p99"] < p95[shape, load, "none"]["ttft_p99"]
+            assert row["late_tokens"] <= p95[shape, load, "none"]["late_tokens"] + 5e-6
