@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tempfile
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "migration"))
 
 import migration_ranks as group
 from gimbal_runtime.config import GimbalConfig
+from gimbal_runtime.tools.server import VllmServer
 from gimbal_runtime.vllm import weight_transfer
 from gimbal_runtime.vllm.guard import logger
 from gimbal_runtime.vllm.weight_transfer_choice import choose, offer
@@ -30,6 +32,9 @@ from gimbal_runtime.vllm.weight_transfer_tensors import collect
 from migration_cases import random_slots
 
 from gimbal_kernels.migration import host as compiled
+
+from .conftest import MODEL, Client, load_prompts
+from .plugins import write_plugin
 
 needs_host = pytest.mark.skipif(compiled.status() != "ready", reason=compiled.status())
 LAYERS, EXPERTS, SLOTS, RANKS, VICTIM = 4, 6, 12, 3, 1
@@ -281,3 +286,67 @@ def test_a_model_that_does_not_fit_on_one_rank_stays_with_vllm_on_all() -> None:
         assert kind == "NoneType"
         assert len(messages) == 1
         assert "to vLLM: rank 1: ValueError: layer 0: mystery [4]" in messages[0] == strict
+
+
+FAULTY_TRANSFER = """
+    import time
+
+    def register():
+        # Rank 1's second migration fails, its fourth stalls for longer than the others wait.
+        from gimbal_kernels.migration.executors import SharedMemoryExecutor
+        stock, done = SharedMemoryExecutor._push, set()
+
+        def push(self, wave, send, spend):
+            if self.rank == 1 and self.migration in (2, 4) and self.migration not in done:
+                done.add(self.migration)
+                if self.migration == 2:
+                    raise OSError("made up")
+                time.sleep(8)
+            return stock(self, wave, send, spend)
+
+        SharedMemoryExecutor._push = push
+"""
+FAILED, STALLED = "rank 1 failed while it moved experts", "rank 1 did not respond in time"
+
+
+@pytest.fixture(scope="module", params=["async", pytest.param("sync", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two engines whose experts are rearranged every 8 steps, some of the times with a fault on rank 1."""
+    folder = tmp_path_factory.mktemp("weight-transfer")
+    plugin = write_plugin(folder / "plugin", "faulty_transfer", FAULTY_TRANSFER)
+    eplb = {"window_size": 8, "step_interval": 8, "use_async": request.param == "async"}
+    env = {"GIMBAL_METHOD": "eplb", "GIMBAL_MIGRATION": "shared_memory", "GIMBAL_MIGRATION_TIMEOUT": "3"}
+    with VllmServer(
+        MODEL,
+        "ep",
+        env=env | {"GIMBAL_STRICT": "1", "PYTHONPATH": str(plugin)},
+        extra_args=["--eplb-config", json.dumps(eplb)],
+        log_path=folder / "server.log",
+    ) as running:
+        yield running
+
+
+def rearrangements(client: Client) -> float:
+    return client.metrics().get("gimbal_rearrangements_total", 0.0)
+
+
+@needs_host
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_twenty_rearrangements_under_load_change_no_answer(
+    server: VllmServer, reference: list[list[int]]
+) -> None:
+    client, prompts = Client(server.url), load_prompts(48)
+    rounds, end = 0, time.monotonic() + 120
+    abandoned = 0
+    while rearrangements(client) - abandoned < 20 or rounds < 3:
+        assert time.monotonic() < end
+        answers = client.complete_all(prompts)
+        assert [answer["tokens"] for answer in answers] == reference
+        rounds += 1
+        log = server.log_path.read_text()
+        abandoned = log.count("Gimbal, rank 0: experts stay where they are")
+    assert "by shared_memory; staging on each rank: " in log
+    assert FAILED in log
+    assert STALLED in log
+    assert server.healthy()
