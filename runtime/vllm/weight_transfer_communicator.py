@@ -66,6 +66,7 @@ class ExecutorCommunicator(EplbCommunicator):
         self._gather = gather
         self._plan: MigrationPlan | None = None
         self._shares: dict[int, Share] = {}
+        self._broken = False
         self._layer = 0
         self._sends: list[tuple[int, int, list[torch.Tensor]]] = []
         self._receives: list[tuple[int, int, list[torch.Tensor]]] = []
@@ -210,4 +211,9 @@ class ExecutorCommunicator(EplbCommunicator):
         return plan_migration(old, new, self._topology, bytes_per_expert=size, node_of_rank=self._nodes)
 
     def _report(self, error: Exception) -> None:
-        logger.error("Gimbal, rank %d: experts stay where they are: %s", self.executor.rank, error)
+        """One line in the log; an executor that cannot be used any more fails alike every time: it says so once."""
+        if self._broken:
+            return
+        self._broken = self.executor.health != "ready"
+        rest = "; until a restart nothing moves" if self._broken else ""
+        logger.error("Gimbal, rank %d: experts stay where they are: %s%s", self.executor.rank, error, rest)

@@ -173,6 +173,24 @@ def test_rows_42_and_44_a_rank_that_fails_or_stalls_leaves_vllm_with_the_old_map
         assert f"migration abandoned at layer 0: rank {VICTIM} " in errors[0]
 
 
+def broken(rank: int, ranks: int, name: str) -> tuple[bool, list[str]]:
+    this = Rank(rank, ranks, name, "process_group")
+    if rank == VICTIM:
+        this.executor._send = lambda *_: fail()  # type: ignore[attr-defined]
+    before = this.slots.clone()
+    held = [this.rearrange_layer_by_layer(wanted.clone()) for wanted in maps(4)[1:]]
+    return all(torch.equal(slots, before) for slots in held), this.errors
+
+
+@needs_host
+def test_an_executor_that_cannot_be_used_again_says_so_once() -> None:
+    for kept, errors in group.run_ranks(RANKS, broken):
+        assert kept
+        assert len(errors) == 1
+        assert f"rank {VICTIM} failed while it moved experts" in errors[0]
+        assert errors[0].endswith("until a restart nothing moves")
+
+
 class Experts(torch.nn.Module):
     """As much of vLLM's RoutedExperts as matters."""
 
