@@ -112,14 +112,14 @@ class ExecutorCommunicator(EplbCommunicator):
             old, new: [P] on the host, the layer's map in force and the one to come. When the layer cannot be
                 staged it stays as it is, on all ranks, and so do the layers after it: `new` becomes `old`.
         """
-        share = self._shares.pop(layer, None)
-        if share is not None:
+        share, plan = self._shares.pop(layer, None), self._plan
+        if share is not None and plan is not None:
             try:
                 self.executor.stage(share, lambda _: None)
                 verdict = agree(self.executor, share)
                 if verdict.commit:
-                    parts = (share, self._plan, self.weights, self.executor, None)
-                    return StagedLayer(partial(commit, *parts))
+                    carry_out = partial(commit, share, plan, self.weights, self.executor, None)
+                    return StagedLayer(carry_out)
                 raise self.executor.error(verdict)
             except Exception as error:
                 self._shares = {}
