@@ -1,12 +1,19 @@
 """Prefill and decode servers of a small model on this machine's CPU, for tests, the benchmark and trying it out.
 
 The KV cache travels in files of a shared folder (`gimbal_runtime.vllm.pd_connector`).
+
+    python -m gimbal_runtime.tools.pd_servers --prefill 1 --decode 1 --port 8100
+
+starts them and `gimbal route` in front; Ctrl-C stops all. Options that it does not know are the router's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,3 +106,28 @@ class PdServers:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Starts the servers and the router; the router's exit code."""
+    from .. import cli
+    from .demo import DEFAULT_MODEL
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder")
+    parser.add_argument("--prefill", type=int, default=1, help="prefill servers (default: 1)")
+    parser.add_argument("--decode", type=int, default=1, help="decode servers (default: 1)")
+    known, router = parser.parse_known_args(arguments)
+    if known.prefill < 1 or known.decode < 1:
+        parser.error("--prefill, --decode: valid: integers >= 1")
+    with (
+        tempfile.TemporaryDirectory(prefix="gimbal-pd-") as folder,
+        PdServers(known.model, Path(folder), prefill=known.prefill, decode=known.decode) as servers,
+    ):
+        command = ["route", "--prefill", *(server.url for server in servers.prefill)]
+        command += ["--decode", *(server.url for server in servers.decode)]
+        return cli.main([*command, *router])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
