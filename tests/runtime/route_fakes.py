@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 from aiohttp import web
-from gimbal_runtime.iteration_model import IterationModel
+from gimbal_runtime.iteration_model import FitQuality, IterationModel
 from gimbal_runtime.node_report import PATH, Computed, NodeReport, Prefill
 from gimbal_runtime.tools.route_dispatch import DispatchConfig
-from gimbal_runtime.tools.route_proxy import Proxy, RouteSettings
+from gimbal_runtime.tools.route_proxy import COMPLETIONS, Proxy, RouteSettings
 from gimbal_runtime.tools.route_run import running
 
 QUICK = {
@@ -23,6 +24,9 @@ QUICK = {
     "timeout": 5.0,
     "bandwidth": 1e9,
 }
+PROMPT = "one two three four five six seven eight"
+SLOW = IterationModel(1.0, 1e-4, 1e-7, 1e-4, 1e-9)  # nobody would choose this node
+UNFITTED = IterationModel(0.01, 0, 0, 0, 0, quality=FitQuality(0.1, 400.0, 0.0))
 MODEL = IterationModel(0.01, 1e-4, 1e-7, 1e-4, 1e-9)  # given, not fitted: believed
 
 
@@ -209,3 +213,35 @@ async def reach(condition: Any, seconds: float = 10.0) -> None:
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "not reached"
         await asyncio.sleep(0.005)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+async def post(url: str, path: str = COMPLETIONS, **body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session:
+        return await send(session, url, path, **body)
+
+
+async def send(session: Any, url: str, path: str = COMPLETIONS, **body: Any) -> tuple[int, Any]:
+    default = {"model": "tiny"} | ({"prompt": PROMPT} if path == COMPLETIONS else {})
+    async with session.post(url + path, json=default | body) as answer:
+        text = await answer.text()
+        return answer.status, text if body.get("stream") and answer.status == 200 else json.loads(text)
+
+
+async def get(url: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return answer.status, await answer.text()
+
+
+def prefer_prefill(*decode: FakeNode) -> None:
+    for node in decode:
+        node.report = make_report(model=SLOW)
+
+
+async def settled(proxy: Any, *fakes: FakeNode) -> None:
+    """Until the proxy has the fakes' reports as they are now."""
+    by_url = {node.url: node for node in proxy.nodes}
+    await reach(lambda: all(by_url[fake.url].report == fake.report for fake in fakes))
