@@ -9,6 +9,7 @@ machine without a GPU every step is shown as skipped, and the exit code is 0.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import shutil
@@ -27,12 +28,13 @@ TARGET_MICROSECONDS, TARGET_RATIO = 5.0, 1.05  # at 16,384 x 8 and 128 experts, 
 
 @dataclass(frozen=True)
 class Step:
-    """One command with its time limit; `tool` must be on the PATH or the step is skipped."""
+    """One command with its time limit; without `tool` on the PATH, or `module` to import, it is skipped."""
 
     name: str
     command: tuple[str, ...]
     seconds: int
     tool: str | None = None
+    module: str | None = None
 
 
 def make_steps(results: Path, gpu: str) -> list[Step]:
@@ -41,13 +43,26 @@ def make_steps(results: Path, gpu: str) -> list[Step]:
     small = ("tests/counting/test_counting_gpu.py", "-k", "report_11")
     table = results / f"counting-{gpu}.json"
     return [
-        Step("tests marked gpu", (*pytest, "-m", "gpu", "tests"), 130),
+        Step("tests marked gpu", (*pytest, "-m", "gpu", "tests"), 115),
         Step(
             "random shapes on every backend",
             (python, "tests/counting/acceptance.py", "--cases", "300", "--simt", "1"),
-            80,
+            70,
         ),
-        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 110),
+        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 95),
+        Step(
+            "recording inside vLLM",
+            (
+                python,
+                "bench/recording.py",
+                "--device",
+                "cuda",
+                "--json",
+                str(results / f"recording-{gpu}.json"),
+            ),
+            40,
+            module="vllm",
+        ),
         Step(
             "migration between two processes",
             (python, "bench/device_migration.py", "--json", str(results / f"migration-{gpu}.json")),
@@ -68,6 +83,8 @@ def run_step(step: Step, has_gpu: bool) -> tuple[str, str]:
         return "skipped", "no CUDA device"
     if step.tool is not None and shutil.which(step.tool) is None:
         return "skipped", f"{step.tool} is not installed"
+    if step.module is not None and importlib.util.find_spec(step.module) is None:
+        return "skipped", f"{step.module} is not installed"
     try:
         done = subprocess.run(
             step.command, cwd=ROOT, capture_output=True, text=True, timeout=step.seconds, check=False
