@@ -42,6 +42,10 @@ class Board(ABC):
     def ask(self, word: Word, rank: int) -> int:
         """The latest number that a rank has published, 0 before its first."""
 
+    def ask_all(self, word: Word, ranks: int) -> list[int]:
+        """`ask` of ranks 0 to `ranks` - 1."""
+        return [self.ask(word, rank) for rank in range(ranks)]
+
     @abstractmethod
     def propose(self, migration: int, wave: int, body: int) -> int:
         """Decides the wave, unless it is decided; returns the decided body, a `Verdict` as an integer."""

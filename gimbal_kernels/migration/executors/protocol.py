@@ -214,7 +214,7 @@ class Executor(ABC):
 
     def behind(self, word: Word, value: int) -> list[int]:
         """Ranks whose number is below a value."""
-        return [rank for rank in range(self.ranks) if self.board.ask(word, rank) < value]
+        return [rank for rank, told in enumerate(self.board.ask_all(word, self.ranks)) if told < value]
 
     @contextlib.contextmanager
     def _reaching_board(self, layer: int) -> Iterator[None]:

@@ -35,22 +35,19 @@ class StoreBoard(Board):
             self._reach(lambda: self._store.set(f"{self._rank}/{word.name}", str(value)))
 
     def ask(self, word: Word, rank: int) -> int:
-        key = f"{rank}/{word.name}"
-        if (word, rank) not in self._told:  # a question for a key that is not there would wait for it
-            if not self._reach(lambda: self._store.check([key])):
-                return 0
-            self._told.add((word, rank))
-        return int(self._reach(lambda: self._store.get(key)))
+        return int(self._reach(lambda: self._read(word, rank)))
+
+    def ask_all(self, word: Word, ranks: int) -> list[int]:
+        found: list[int] = self._reach(lambda: [self._read(word, rank) for rank in range(ranks)])
+        return found
 
     def propose(self, migration: int, wave: int, body: int) -> int:
         key = self._key(migration, wave)
         return int(self._reach(lambda: self._store.compare_set(key, "", str(body))))
 
     def decided(self, migration: int, wave: int) -> int | None:
-        key = self._key(migration, wave)
-        if not self._reach(lambda: self._store.check([key])):
-            return None
-        return int(self._reach(lambda: self._store.get(key)))
+        word: int | None = self._reach(lambda: self._read_if_there(self._key(migration, wave)))
+        return word
 
     def forget(self, migration: int, waves: int) -> None:
         """Removes the verdicts of a migration that nobody asks about any more."""
@@ -62,6 +59,17 @@ class StoreBoard(Board):
         """Ends the thread that makes the calls."""
         self._lost = self._lost or "closed"
         self._calls.put(None)
+
+    def _read(self, word: Word, rank: int) -> int:
+        key = f"{rank}/{word.name}"
+        if (word, rank) not in self._told:  # a question for a key that is not there would wait for it
+            if not self._store.check([key]):
+                return 0
+            self._told.add((word, rank))
+        return int(self._store.get(key))
+
+    def _read_if_there(self, key: str) -> int | None:
+        return int(self._store.get(key)) if self._store.check([key]) else None
 
     def _delete(self, key: str) -> None:
         with contextlib.suppress(RuntimeError):  # not every store can
