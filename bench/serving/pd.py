@@ -174,6 +174,7 @@ def figures(seen: list[Seen], records: list[Record], expected: list[tuple[int, .
         "deflected": float(np.mean([record.deflected for record in records])),
         "split_known": len(parts),
         **mean,
+        "counting_median": float(np.median([record.counting for record in records])),
         "decision_median": float(np.median([record.cost for record in records])),
         "decision_p99": float(np.quantile([record.cost for record in records], 0.99)),
     }

@@ -35,12 +35,14 @@ class Ticket:
         tokens: of its prompt; None: not known.
         single: one prompt and one answer; others are not deflected.
         tbt_slo: seconds between tokens that it asks for; None: none.
+        counting: seconds that it took to count the tokens.
     """
 
     name: str
     tokens: int | None
     single: bool = True
     tbt_slo: float | None = None
+    counting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

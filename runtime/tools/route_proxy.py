@@ -159,11 +159,12 @@ class Proxy:
     async def _try(self, request: web.Request, body: dict[str, Any], arrival: float) -> web.StreamResponse:
         """Serves a request, once more without the node that failed it."""
         name, tokens = uuid.uuid4().hex[:16], await self._count(body)
+        counting = time.monotonic() - arrival
         single, tbt_slo = _is_single(body), self._tbt_slo(body)
         excluded: set[Node] = set()
         failures: list[str] = []
         for attempt in range(ATTEMPTS):
-            ticket = Ticket(f"{name}-{attempt}", tokens, single, tbt_slo)
+            ticket = Ticket(f"{name}-{attempt}", tokens, single, tbt_slo, counting)
             try:
                 return await self._attempt(request, body, ticket, arrival, excluded)
             except Unanswered as failure:
@@ -273,7 +274,10 @@ class Proxy:
         for node in alive(self.decode):
             try:
                 timeout = aiohttp.ClientTimeout(total=self.settings.health_timeout)
-                async with self._session.get(f"{node.url}/v1/models", timeout=timeout) as answer:
+                headers = passed_headers(request)
+                async with self._session.get(
+                    f"{node.url}/v1/models", timeout=timeout, headers=headers
+                ) as answer:
                     if answer.status == 200:
                         return web.Response(body=await answer.read(), content_type="application/json")
             except (aiohttp.ClientError, asyncio.TimeoutError):

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,21 +24,6 @@ from .route_nodes import Node
 KEPT = 1024
 UNKNOWN_LENGTH = "unknown_length"
 """Reason of a decision without a prediction: the prompt could not be counted."""
-_SHOWN = (
-    *(
-        "request",
-        "time",
-        "tokens",
-        "node",
-        "reason",
-        "ttft_prefill",
-        "ttft_decode",
-        "cost",
-        "held",
-        "deflected",
-    ),
-    *("decode", "outcome", "ttft", "prefill", "transfer", "queueing"),
-)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _COST = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 
@@ -53,6 +38,7 @@ class Record:
         tokens: of its prompt; None: not known.
         node, reason, chunks: the decision.
         ttft_prefill, ttft_decode: predicted, as in `Route`; None: no prediction.
+        counting: of the prompt's tokens.
         cost: of the decision, and
         held: how long the request was held.
         decode: node that decodes it; empty: none yet.
@@ -68,6 +54,7 @@ class Record:
     chunks: tuple[int, ...]
     ttft_prefill: float | None
     ttft_decode: float | None
+    counting: float
     cost: float
     held: float
     deflected: bool
@@ -88,7 +75,8 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {name: getattr(self, name) for name in _SHOWN} | {"chunks": list(self.chunks)}
+        shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.repr}
+        return shown | {"chunks": list(self.chunks), "queueing": self.queueing}
 
 
 class Records:
@@ -140,6 +128,7 @@ class Records:
             chunks=placement.chunks,
             ttft_prefill=_finite(route.ttft_prefill) if route is not None else None,
             ttft_decode=_finite(route.ttft_decode) if route is not None else None,
+            counting=ticket.counting,
             cost=placement.seconds,
             held=placement.held,
             deflected=bool(placement.chunks),

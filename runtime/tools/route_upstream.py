@@ -219,10 +219,10 @@ class _Answer:
         await self._call.__aexit__(*exception)
 
 
-def passed_headers(request: web.Request, ticket: Ticket) -> dict[str, str]:
-    """Headers of a call on behalf of a client."""
+def passed_headers(request: web.Request, ticket: Ticket | None = None) -> dict[str, str]:
+    """Headers of a call on behalf of a client, and for a request's sake its name."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-    return headers | {"X-Request-Id": ticket.name}
+    return headers if ticket is None else headers | {"X-Request-Id": ticket.name}
 
 
 def _passed(answer: aiohttp.ClientResponse, data: bytes) -> web.Response:

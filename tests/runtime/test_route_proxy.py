@@ -65,6 +65,7 @@ def test_deflected_with_its_chunks_and_never_seen_by_the_prefill_node() -> None:
             assert (record["reason"], record["tokens"], record["outcome"]) == ("deflected", 300, "200")
             assert record["ttft_decode"] < record["ttft_prefill"]
             assert record["cost"] > 0.0
+            assert record["counting"] >= 0.0
 
     run(test())
 

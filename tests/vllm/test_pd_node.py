@@ -19,11 +19,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch
 from gimbal_runtime.node_report import Computed, NodeReport, Prefill
 from gimbal_runtime.vllm import chunk_limit, node_stats
+from gimbal_runtime.vllm.guard import HookMismatch
 from gimbal_runtime.vllm.iteration_recorder import IterationRecorder
 from gimbal_runtime.vllm.pd_connector import SharedFolderConnector
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ReqMeta
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from .test_scheduler import BLOCK, Requests, make_config, make_scheduler, run_step
 
@@ -97,6 +99,21 @@ def test_a_node_that_cannot_limit_chunks_says_so(scheduler: Any, monkeypatch: py
     monkeypatch.undo()
     scheduler.need_mamba_block_aligned_split = True
     assert not node_stats.report(scheduler, IterationRecorder()).limits_chunks
+
+
+def test_hooks_that_do_not_fit_change_nothing(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Scheduler.schedule
+    with monkeypatch.context() as other_vllm:
+        other_vllm.delattr(Scheduler, chunk_limit.METHOD)
+        chunk_limit._fits.cache_clear()
+        with pytest.raises(HookMismatch, match="_reserve_prefill_lookahead"):
+            chunk_limit._install()
+        assert not node_stats.report(scheduler, IterationRecorder()).limits_chunks
+        other_vllm.delattr("vllm.v1.engine.core_client.AsyncMPClient.call_utility_all_async")
+        with pytest.raises(HookMismatch, match="call_utility_all_async"):
+            node_stats._install()
+        assert Scheduler.schedule is stock
+    chunk_limit._fits.cache_clear()
 
 
 def test_the_report_is_the_schedulers_state(scheduler: Any) -> None:
