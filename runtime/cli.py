@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .tools import bench, demo, doctor, route, simulate
+from .tools import bench, calibrate, demo, doctor, place, report, route, simulate
 from .tools.errors import InputError, RunError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -26,6 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_parser(commands)
     bench.add_parser(commands)
     route.add_parser(commands)
+    place.add_parser(commands)
+    report.add_parser(commands)
+    calibrate.add_parser(commands)
     return parser
 
 

@@ -12,7 +12,7 @@ from gimbal_runtime.tools import doctor
 from gimbal_runtime.tools.demo import settings_from
 from gimbal_runtime.tools.errors import InputError, RunError
 
-COMMANDS = ("demo", "doctor", "simulate")
+COMMANDS = ("calibrate", "demo", "doctor", "place", "report", "simulate")
 
 
 def test_the_commands_are_those_that_exist(capsys):
