@@ -14,7 +14,7 @@ from typing import Any
 
 MODES = ("off", "dp", "ep", "uncoordinated", "full")
 RECORDINGS = ("auto", "kernel", "loads", "compare")
-METHODS = ("paper", "eplb")
+METHODS = ("paper", "portfolio", "greedy", "eplb")
 TRANSFERS = ("auto", "stock", "process_group", "shared_memory", "peer_memory")
 AFFINITIES = ("prefix", "session", "off")
 ENV_PREFIX = "GIMBAL_"
@@ -150,6 +150,7 @@ def _setting(default: Any, kind: _Kind, meaning: str) -> Any:
 
 _WEIGHT = _number("a finite number >= 0", optional=True)
 _SHARE = _number("a number from 0 to 1", high=1.0)
+_PART = _number("a number from 0 to below 1", high=math.nextafter(1.0, 0.0))
 _FACTOR = _number("a finite number >= 0")
 _SECONDS = _number("a finite number of seconds > 0", above=True)
 
@@ -201,7 +202,35 @@ class GimbalConfig:
     method: str = _setting("paper", _choice(METHODS), "placement method")
     alpha: float | None = _setting(None, _WEIGHT, "placement: weight of remote picks (unset: the method's)")
     beta: float | None = _setting(None, _WEIGHT, "placement: weight of imbalance (unset: the method's)")
-    gamma: float | None = _setting(None, _WEIGHT, "placement: price of a moved expert (unset: the method's)")
+    gamma: float | None = _setting(
+        None,
+        _WEIGHT,
+        "placement: price of a moved expert (unset: by its bytes; for method paper the paper's)",
+    )
+    horizon: float = _setting(
+        10.0,
+        _number("a finite number > 0", above=True),
+        "placement: windows that a placement is expected to live; a move has to earn back its bytes in them",
+    )
+    max_moves: int | None = _setting(
+        None,
+        _integer(0, optional=True),
+        "placement: experts of a layer that may change rank after a window (method portfolio; unset: any number)",
+    )
+    bandwidth: float | None = _setting(
+        None,
+        _number("a finite number > 0", above=True, optional=True),
+        "break-even: GB/s that a rank can send and receive (unset: the rule is off)",
+    )
+    pick_time: float | None = _setting(
+        None,
+        _number("a finite number > 0", above=True, optional=True),
+        "break-even: microseconds that one pick adds to a layer on its rank (unset: the rule is off)",
+    )
+    overlap: float = _setting(
+        0.0, _PART, "break-even: part of a transfer that is hidden behind serving (asynchronous EPLB)"
+    )
+    margin: float = _setting(0.0, _PART, "break-even: part by which the gain must exceed the price")
     migration: str = _setting(
         "auto",
         _choice(TRANSFERS),

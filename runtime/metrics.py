@@ -62,6 +62,45 @@ WORKER_METRICS = {
     "rearrangements": Metric(
         "gimbal_rearrangements_total", "counter", (), "windows closed with a placement decided"
     ),
+    "rearrangements_skipped": Metric(
+        "gimbal_rearrangements_skipped_total",
+        "counter",
+        (),
+        "windows after which a better placement would not have earned back its bytes",
+    ),
+    "break_even_known": Metric(
+        "gimbal_break_even_known",
+        "gauge",
+        (),
+        "1 where the break-even rule has all that it needs, else 0: it is off",
+    ),
+    "seconds_saved": Metric(
+        "gimbal_break_even_saved_seconds",
+        "gauge",
+        (),
+        "break-even: what the last placement found would save over the horizon",
+    ),
+    "seconds_to_move": Metric(
+        "gimbal_break_even_price_seconds",
+        "gauge",
+        (),
+        "break-even: what has to be saved, for the last placement found",
+    ),
+    "placement_gap": Metric(
+        "gimbal_placement_gap",
+        "gauge",
+        (),
+        "cost of the last placement above its proven lower bound, as a share of the cost, mean over layers",
+    ),
+    "skew_kept": Metric(
+        "gimbal_traffic_skew_kept",
+        "gauge",
+        (),
+        "rho: share of the last window's skew between sources that earlier windows confirm",
+    ),
+    "drift": Metric(
+        "gimbal_expert_load_drift", "gauge", (), "relative change of an expert's load from window to window"
+    ),
     "rearrangement_seconds": Metric(
         "gimbal_rearrangement_seconds_total",
         "counter",

@@ -3,7 +3,8 @@
 vLLM asks its policy for a new slot map with the experts' total loads; this one looks at the closed window's source
 matrix and the current slots instead. It runs on every rank (in asynchronous EPLB on the transfer thread), on the
 same bytes, and returns the same bytes; the ranks compare what they came to, and unless all agree vLLM's own policy
-decides on all of them. In mode `off` with `observe` it measures and lets vLLM's own policy decide.
+decides on all of them and all forget what they remembered of earlier windows. In mode `off` with `observe` it
+measures and lets vLLM's own policy decide.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from gimbal_kernels.counting.window import ClosingWindow
-from gimbal_kernels.topology import Topology
 
-from ..balancer import Balancer, moved_copies, save_window
-from .guard import Fuse, Hook, HookMismatch, expect, logger, warn_once
+from ..balancer import Balancer, Decision
+from .guard import Fuse, Hook, HookMismatch, expect, warn_once
 from .model_traffic import ModelTraffic
+from .placement_state import report, state_of
 from .source_rows import SourceRows, rows_of_this_process
 
 MODULE = "vllm.distributed.eplb.policy"
@@ -37,71 +38,42 @@ def take_window(rows: SourceRows, layers: int, experts: int) -> tuple[ModelTraff
     return None
 
 
-def balancer_for(rows: SourceRows, num_slots: int, nodes: int) -> Balancer:
-    """Ranks in node order, sources on consecutive ranks; `nodes` that do not divide the ranks count as one."""
-    num_ranks = rows.place.num_ranks
-    nodes = nodes if num_ranks % nodes == 0 else 1
-    topology = Topology.grid(nodes=nodes, gpus_per_node=num_ranks // nodes, sources=rows.place.num_sources)
-    return Balancer(rows.config, topology, num_slots // num_ranks)
+WITHOUT_REPLICAS = ("paper", "greedy")
+"""Methods that place one copy per expert."""
 
 
-def decide(rows: SourceRows, balancer: Balancer, traffic: Any, current: Any) -> Any | None:
-    """New slots [L, P] from a closed window [L, S, E] and the slots in force [L, P]; None: vLLM is to decide."""
+def decide(rows: SourceRows, balancer: Balancer, traffic: Any, current: Any) -> Decision | None:
+    """What follows from a closed window [L, S, E] and the slots in force [L, P]; None: vLLM is to decide."""
     if not rows.config.places_experts:
         return None
-    if current.shape[1] != traffic.shape[2] and rows.config.method == "paper":
-        warn_once("Gimbal: spare slots are not placed by method 'paper'; vLLM's own policy decides")
+    if current.shape[1] != traffic.shape[2] and rows.config.method in WITHOUT_REPLICAS:
+        warn_once(
+            f"Gimbal: spare slots are not placed by method '{rows.config.method}'; vLLM's own policy decides"
+        )
         return None
     return balancer.decide(traffic, current)
 
 
-def vote(slots: Any | None, *, well: bool, group: Any) -> tuple[bool, bool]:
+def checksum(slots: Any, balancer: Balancer) -> int:
+    """Of a slot map and of the windows that it was decided from: ranks that remember others must not go on."""
+    return zlib.crc32(np.ascontiguousarray(slots, dtype=np.int64).tobytes(), balancer.lineage)
+
+
+def vote(digest: int | None, *, well: bool, group: Any) -> tuple[bool, bool]:
     """A collective on the host, joined by every rank of `group`.
 
     Args:
-        slots: what this rank came to; None: nothing.
+        digest: of what this rank came to; None: nothing.
         well: whether this rank counted all its picks.
 
     Returns:
-        Whether all ranks came to the same slots, and whether all are well.
+        Whether all ranks came to the same, and whether all are well.
     """
-    digest = 0 if slots is None else zlib.crc32(np.ascontiguousarray(slots, dtype=np.int64).tobytes())
-    votes = torch.tensor([int(slots is not None), digest, -digest, int(well)], dtype=torch.int64)
+    mine = 0 if digest is None else digest
+    votes = torch.tensor([int(digest is not None), mine, -mine, int(well)], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
-    has_slots, lowest, highest, all_well = votes.tolist()
-    return bool(has_slots) and bool(all_well) and lowest == -highest, bool(all_well)
-
-
-def report(
-    rows: SourceRows, model: ModelTraffic, balancer: Balancer, traffic: Any, current: Any, slots: Any
-) -> None:
-    """Figures for the metrics, a line in the log and, where asked, the window's file."""
-    window = balancer.measure(traffic, current)
-    moved = moved_copies(current, slots, balancer.slots_per_rank)
-    rows.totals |= {"remote_pick_share": window.remote_pick_share, "max_over_mean": window.max_over_mean}
-    rows.count("picks", window.picks)
-    rows.count("experts_moved", moved)
-    rows.count("bytes_moved", moved * _bytes_per_expert(model))
-    rows.count("rearrangements", 1)
-    if not rows.place.is_first:
-        return
-    index = int(rows.totals["rearrangements"])
-    logger.info(
-        "Gimbal window %d: %d picks, remote share %.3f, max/mean %.3f, %d experts move",
-        index,
-        window.picks,
-        window.remote_pick_share,
-        window.max_over_mean,
-        moved,
-    )
-    if rows.config.traffic_dir is not None:
-        save_window(rows.config.traffic_dir, index, traffic=traffic, current=current, slots=slots)
-
-
-def _bytes_per_expert(model: ModelTraffic) -> int:
-    """Of all per-expert tensors of one layer together."""
-    weights = model.state.model.expert_weights[0]
-    return sum(tensor[0].numel() * tensor.element_size() for tensor in weights)
+    has_digest, lowest, highest, all_well = votes.tolist()
+    return bool(has_digest) and bool(all_well) and lowest == -highest, bool(all_well)
 
 
 def rebalance(
@@ -116,22 +88,36 @@ def rebalance(
         group: host process group of all ranks.
     """
 
-    def ours() -> tuple[Any, ...] | None:
+    def ours() -> tuple[Decision | None, ModelTraffic, Balancer, Any] | None:
         taken = take_window(rows, *shape)
         if taken is None:
             return None
         model, traffic = taken[0], taken[1].wait().cpu().numpy()
-        balancer = balancer_for(rows, current.shape[1], nodes)
+        balancer = state_of(rows).balancer(rows, model, current.shape[1], nodes)
         return decide(rows, balancer, traffic, current), model, balancer, traffic
 
     result = _fuse.run(ours, lambda: None)
-    slots = result[0] if result is not None else None
-    agreed, all_well = vote(slots, well=not (rows.fuse.blown or _fuse.blown), group=group)
-    chosen = slots if agreed else stock()
-    if all_well and result is not None and result[1] is rows.main():
-        _, model, balancer, traffic = result
-        _report_fuse.attempt(report, rows, model, balancer, traffic, current, chosen)
+    decision, model, balancer, traffic = result if result is not None else (None, None, None, None)
+    digest = None if decision is None or balancer is None else checksum(decision.slots, balancer)
+    agreed, all_well = vote(digest, well=not (rows.fuse.blown or _fuse.blown), group=group)
+    if not agreed:
+        _fall_back(rows, decision)
+    told = decision if agreed else None
+    chosen = stock() if told is None else told.slots
+    if all_well and model is not None and model is rows.main():
+        _report_fuse.attempt(
+            report, rows, model, balancer, traffic=traffic, current=current, slots=chosen, decision=told
+        )
     return chosen
+
+
+def _fall_back(rows: SourceRows, decision: Decision | None) -> None:
+    """On every rank, when vLLM decides: no rank may go on from what another one does not remember."""
+    _fuse.attempt(state_of(rows).forget)
+    if decision is not None and rows.place.is_first:
+        warn_once(
+            "Gimbal: a rank came to no placement, or to another one than the rest; vLLM's own policy decides"
+        )
 
 
 def _install() -> None:
@@ -147,6 +133,10 @@ def _install() -> None:
         "old_global_expert_indices",
     ]
     expect(MODULE, "DefaultEplbPolicy.rebalance_experts", ["cls", *parameters])
+    moe_config = expect("vllm.model_executor.layers.fused_moe.config", "FusedMoEConfig")
+    for name in ("hidden_dim", "in_dtype"):
+        if name not in moe_config.__dataclass_fields__:
+            raise HookMismatch(f"FusedMoEConfig has no {name}")
     eplb_group = expect("vllm.distributed.parallel_state", "get_eplb_group")
     if expect("vllm.distributed.eplb.eplb_state", "EPLB_POLICIES") is not policies:
         raise HookMismatch("eplb_state looks its policies up in another table")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gimbal_runtime.balancer import Balancer, Decision
 from gimbal_runtime.config import GimbalConfig
-from gimbal_runtime.vllm import eplb_policy
+from gimbal_runtime.vllm import eplb_policy, placement_state
 from gimbal_runtime.vllm.guard import Fuse
 from gimbal_runtime.vllm.rank_place import (
     RankPlace,
@@ -46,20 +48,34 @@ def make_traffic() -> np.ndarray:
 def add_model(rows: SourceRows, traffic: np.ndarray) -> Any:
     """A model with a closed window; two tensors an expert: 3 x 4 and 5 float32, 68 bytes."""
     weights = [[torch.zeros(2, 3, 4), torch.zeros(2, 5)]]
-    state = SimpleNamespace(model=SimpleNamespace(expert_weights=weights))
+    layer = SimpleNamespace(moe_config=SimpleNamespace(hidden_dim=4, in_dtype=torch.bfloat16))
+    vllm_model = SimpleNamespace(expert_weights=weights, moe_layers=[layer])
+    state = SimpleNamespace(model=vllm_model, communicator=None)
     window = SimpleNamespace(counts=torch.zeros(traffic.shape))
-    closed = SimpleNamespace(wait=lambda: torch.from_numpy(traffic))
-    model = SimpleNamespace(state=state, window=window, closed=deque([closed]))
+    model = SimpleNamespace(state=state, window=window, closed=deque(), reads_loads=True)
+    close(model, traffic)
     rows._models[str(len(rows._models))] = model
     return model
+
+
+def close(model: Any, traffic: np.ndarray) -> None:
+    """Another window of the model is closed."""
+    model.closed.append(SimpleNamespace(wait=lambda: torch.from_numpy(traffic)))
 
 
 def current_slots() -> np.ndarray:
     return np.tile(np.arange(EXPERTS), (LAYERS, 1))
 
 
+def balancer_of(rows: SourceRows, model: Any, num_slots: int = EXPERTS) -> Balancer:
+    return placement_state.state_of(rows).balancer(rows, model, num_slots, nodes=1)
+
+
 def decide(rows: SourceRows, traffic: np.ndarray, current: np.ndarray) -> Any:
-    return eplb_policy.decide(rows, eplb_policy.balancer_for(rows, current.shape[1], 1), traffic, current)
+    """What a fresh balancer comes to after two such windows: the second one confirms the skew."""
+    balancer = balancer_of(rows, add_model(rows, traffic), current.shape[1])
+    eplb_policy.decide(rows, balancer, traffic, current)
+    return eplb_policy.decide(rows, balancer, traffic, current)
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +85,8 @@ def fresh_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_move_to_the_source_that_picks_them() -> None:
-    slots = decide(make_rows(GimbalConfig(mode="ep", gamma=0.0)), make_traffic(), current_slots())
-    assert all(set(row[:4]) == {4, 5, 6, 7} for row in slots.tolist())
+    decision = decide(make_rows(GimbalConfig(mode="ep", gamma=0.0)), make_traffic(), current_slots())
+    assert all(set(row[:4]) == {4, 5, 6, 7} for row in decision.slots.tolist())
 
 
 def test_vllm_decides_when_only_observing_and_with_spare_slots() -> None:
@@ -82,7 +98,7 @@ def test_vllm_decides_when_only_observing_and_with_spare_slots() -> None:
 def test_every_rank_decides_the_same() -> None:
     config = GimbalConfig(mode="full", gamma=0.1)
     decisions = [decide(make_rows(config, rank), make_traffic(), current_slots()) for rank in range(RANKS)]
-    assert len({np.ascontiguousarray(slots, dtype=np.int64).tobytes() for slots in decisions}) == 1
+    assert len({decision.slots.tobytes() for decision in decisions}) == 1
 
 
 def run_rank(rank: int, folder: Path, scenario: str, results: Any) -> None:
@@ -91,27 +107,40 @@ def run_rank(rank: int, folder: Path, scenario: str, results: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     config = GimbalConfig(mode="ep", gamma=0.0)
     rows = make_rows(config, rank=2 * rank)
-    add_model(rows, make_traffic())
+    model = add_model(rows, make_traffic())
     if rank == 1 and scenario == "fails":
         eplb_policy.decide = lambda *_: 1 / 0  # type: ignore[assignment]
     if rank == 1 and scenario == "cannot count":
         rows.fuse.blown = True
     if rank == 1 and scenario == "differs":
-        eplb_policy.decide = lambda *_: np.roll(STOCK, 1, axis=1)  # type: ignore[assignment]
+        eplb_policy.decide = lambda *_: Decision(np.roll(STOCK, 1, axis=1), "placed")  # type: ignore[assignment]
+    if rank == 1 and scenario == "remembers more":
+        eplb_policy.decide(rows, balancer_of(rows, model), make_traffic(), current_slots())
     if rank == 1 and scenario == "disk full":
         (folder / "file").write_text("in the way of a folder")
         object.__setattr__(config, "traffic_dir", str(folder / "file"))
     shape = (LAYERS, EXPERTS)
     slots = eplb_policy.rebalance(rows, shape, current_slots(), 1, lambda: STOCK, dist.group.WORLD)
-    results.put((rank, np.asarray(slots).tolist(), rows.totals))
+    # Two windows later ranks that can go on are of one mind again: all have forgotten what they did not share.
+    for _ in range(2):
+        close(model, make_traffic())
+        later = eplb_policy.rebalance(rows, shape, current_slots(), 1, lambda: STOCK, dist.group.WORLD)
+    results.put((rank, np.asarray(slots).tolist(), np.asarray(later).tolist(), rows.totals))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("scenario", "is_ours"),
-    [("well", True), ("disk full", True), ("fails", False), ("cannot count", False), ("differs", False)],
+    ("scenario", "is_ours", "recovers"),
+    [
+        ("well", True, True),
+        ("disk full", True, True),
+        ("fails", False, False),
+        ("cannot count", False, False),
+        ("differs", False, False),
+        ("remembers more", False, True),
+    ],
 )
-def test_ranks_end_up_with_one_map(tmp_path: Path, scenario: str, is_ours: bool) -> None:
+def test_ranks_end_up_with_one_map(tmp_path: Path, scenario: str, is_ours: bool, recovers: bool) -> None:
     """If one rank fell back on its own, the maps would differ and tokens go to the wrong experts."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -119,22 +148,27 @@ def test_ranks_end_up_with_one_map(tmp_path: Path, scenario: str, is_ours: bool)
     for process in ranks:
         process.start()
     answers = [results.get(timeout=60) for _ in ranks]
-    slots = {rank: answer for rank, answer, _ in answers}
+    slots = {rank: answer for rank, answer, _, _ in answers}
+    later = {rank: answer for rank, _, answer, _ in answers}
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
     assert slots[0] == slots[1]
+    assert later[0] == later[1]
     assert (slots[0] != STOCK.tolist()) == is_ours
+    assert (later[0] != STOCK.tolist()) == recovers
     if scenario in ("fails", "cannot count"):  # a window that lacks one rank's picks is told to nobody
-        assert all(totals == {} for _, _, totals in answers)
+        assert all(totals == {} for _, _, _, totals in answers)
 
 
 def test_report_counts_moves_and_bytes(tmp_path: Path) -> None:
     rows = make_rows(GimbalConfig(mode="ep", traffic_dir=str(tmp_path)))
     traffic, current = make_traffic(), current_slots()
     model = add_model(rows, traffic)
-    balancer = eplb_policy.balancer_for(rows, EXPERTS, 1)
-    eplb_policy.report(rows, model, balancer, traffic, current, STOCK)
+    balancer = balancer_of(rows, model)
+    placement_state.report(
+        rows, model, balancer, traffic=traffic, current=current, slots=STOCK, decision=None
+    )
     assert rows.totals["experts_moved"] == LAYERS * EXPERTS
     assert rows.totals["bytes_moved"] == LAYERS * EXPERTS * 68
     assert rows.totals["remote_pick_share"] == pytest.approx(100 / 101)
@@ -144,7 +178,7 @@ def test_report_counts_moves_and_bytes(tmp_path: Path) -> None:
 
 
 def test_a_drafter_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eplb_policy, "vote", lambda slots, well, group: (slots is not None, well))
+    monkeypatch.setattr(eplb_policy, "vote", lambda digest, well, group: (digest is not None, well))
     rows = make_rows(GimbalConfig(mode="ep"))
     add_model(rows, make_traffic())
     draft = np.ones((1, SOURCES, EXPERTS), dtype=np.int64)
@@ -154,6 +188,74 @@ def test_a_drafter_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         eplb_policy.rebalance(rows, shape, current, 1, lambda current=current: current, None)
     assert rows.totals["rearrangements"] == 1
     assert rows.totals["picks"] == make_traffic().sum()
+
+
+def rebalance(rows: SourceRows, current: np.ndarray) -> Any:
+    shape = (current.shape[0], EXPERTS)
+    return eplb_policy.rebalance(rows, shape, current, 1, lambda: STOCK, None)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eplb_policy, "vote", lambda digest, well, group: (digest is not None and well, well))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("bandwidth", "horizon", "skipped"), [(1, 1e-6, 1), (1, 10, 0), (None, 1e-6, 0)])
+def test_what_does_not_pay_is_counted_and_the_slots_stay(
+    bandwidth: float | None, horizon: float, skipped: int
+) -> None:
+    settings = {"bandwidth": bandwidth, "horizon": horizon, "pick_time": 1e-6}
+    rows = make_rows(GimbalConfig(mode="ep", method="portfolio", gamma=0.0, **settings))
+    model = add_model(rows, make_traffic())
+    rebalance(rows, current_slots())
+    close(model, make_traffic())
+    slots = rebalance(rows, current_slots())
+    assert (slots == current_slots()).all() == bool(skipped)
+    assert rows.totals["rearrangements_skipped"] == skipped
+    assert rows.totals["rearrangements"] == 2
+    assert rows.totals["break_even_known"] == (bandwidth is not None)
+    assert ("seconds_saved" in rows.totals) == (bandwidth is not None)
+    assert rows.totals["skew_kept"] == 1.0
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("rank", "proves"), [(0, True), (1, False)])
+def test_the_first_rank_proves_how_good_the_slots_are(rank: int, proves: bool) -> None:
+    rows = make_rows(GimbalConfig(mode="ep", method="portfolio"), rank=rank)
+    model = add_model(rows, make_traffic())
+    rebalance(rows, current_slots())
+    close(model, make_traffic())
+    rebalance(rows, current_slots())
+    deadline = time.monotonic() + (10.0 if proves else 0.5)
+    while "placement_gap" not in rows.totals and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ("placement_gap" in rows.totals) == proves
+    assert 0.0 <= rows.totals.get("placement_gap", 0.0) < 0.1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_drafter_of_the_same_shape_has_a_memory_of_its_own() -> None:
+    rows = make_rows(GimbalConfig(mode="ep", method="portfolio", gamma=0.0))
+    other = make_traffic()[:, ::-1].copy()
+    models = [add_model(rows, make_traffic()), add_model(rows, other)]
+    for _ in range(2):
+        slots = [rebalance(rows, current_slots()) for _ in models]
+        close(models[0], make_traffic())
+        close(models[1], other)
+    assert all(set(row[:4]) == {4, 5, 6, 7} for row in slots[0].tolist())
+    assert (slots[1] == current_slots()).all()  # its experts live where they are picked
+    assert [balancer_of(rows, model).rho for model in models] == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_other_slots_start_another_memory() -> None:
+    rows = make_rows(GimbalConfig(mode="ep", method="eplb"))
+    model = add_model(rows, make_traffic())
+    rebalance(rows, current_slots())
+    first = balancer_of(rows, model)
+    assert balancer_of(rows, model) is first
+    assert balancer_of(rows, model, EXPERTS + RANKS) is not first
 
 
 @pytest.mark.parametrize(
