@@ -89,6 +89,12 @@ def test_warm_up_and_idle_steps_are_mapped_and_counted_nowhere() -> None:
     assert torch.equal(torch.tensor(ONE_COPY[1])[slots.long()].int(), random_picks(5))
     assert recording.after_forward(is_dummy=True) is None
     assert counts.sum() == state.expert_load_pass.sum() == 0
+    step(state, recording, random_picks(5), 5)
+    recording.after_forward(is_dummy=False)
+    before = counts.clone(), state.expert_load_pass.clone()
+    route(state, 1, random_picks(5))  # an idle engine's pass after a real step
+    assert torch.equal(counts, before[0])
+    assert torch.equal(state.expert_load_pass, before[1])
 
 
 def test_a_step_that_turns_out_to_be_a_dummy_is_taken_back() -> None:
