@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 import aiohttp
+from gimbal_runtime.tools.errors import RunError
 from gimbal_runtime.tools.route_proxy import CHAT, COMPLETIONS
+from gimbal_runtime.tools.route_warmup import warm_up_all
 from route_fakes import (
     MODEL,
     PROMPT,
@@ -246,3 +248,21 @@ def test_models_and_unknown_paths() -> None:
 def test_the_given_model_is_believed() -> None:
     assert MODEL.good
     assert not UNFITTED.good
+
+
+def test_warm_up_sends_prompts_of_many_lengths_that_share_no_beginning() -> None:
+    async def test() -> None:
+        async with fleet() as (proxy, _, [prefill], [decode]):
+            await warm_up_all(proxy.nodes, 24)
+            for node, tokens in ((prefill, 1), (decode, 16)):
+                prompts = [body["prompt"] for body in node.bodies]
+                assert len(prompts) == 24
+                assert len({tuple(prompt[:2]) for prompt in prompts}) == 24
+                lengths = [len(prompt) for prompt in prompts]
+                assert min(lengths) < 100 < 1000 < max(lengths) < 2048 - tokens
+                assert {body["max_tokens"] for body in node.bodies} == {tokens}
+            decode.status = 400
+            with pytest.raises(RunError, match=decode.url):
+                await warm_up_all(proxy.nodes, 1)
+
+    run(test())
