@@ -9,6 +9,7 @@
 #include "placement/packing.hpp"
 #include "placement/parallel.hpp"
 #include "placement/portfolio_api.hpp"
+#include "placement/replica_api.hpp"
 #include "placement/scored.hpp"
 #include "placement/slots.hpp"
 

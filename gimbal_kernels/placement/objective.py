@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .._arrays import to_host
+from ..counting.replica_tables import check_shares
 from .checks import EMPTY_BELOW, check_traffic
 from .problem import Placement, PlacementProblem, Weights
 
@@ -15,7 +16,7 @@ from .problem import Placement, PlacementProblem, Weights
 AGE_DECAY = 0.8
 
 
-def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
+def evaluate(problem: PlacementProblem, slots: Any, *, shares: Any = None) -> Placement:
     """The cost of a slot map, per layer.
 
     Picks of (source, expert) are served by the nearest copies of the expert, evenly split among copies that
@@ -36,12 +37,19 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
     Args:
         problem: traffic, topology, current placement and weights (`Weights()` when the problem has none).
         slots: [L, P] integers; every expert needs at least one slot.
+        shares: [L, S, P] real numbers >= 0, what part of the picks of source s to the expert in slot p goes there
+            (`water_fill`); scaled to a sum of 1 per source and expert. None: the nearest copies, evenly.
 
     Raises:
-        ValueError: wrong shape or dtype, experts out of range or without a slot.
+        ValueError: wrong shape or dtype, experts out of range or without a slot; shares that are negative, not
+            finite, or 0 for all copies of an expert.
     """
     slots = problem.check_slots(slots, "slots")
-    comm_sum, rank_load = serve_from_nearest(problem, slots)
+    if shares is None:
+        comm_sum, rank_load = serve_from_nearest(problem, slots)
+    else:
+        shares = check_shares(shares, slots, problem.num_sources, problem.num_experts)
+        comm_sum, rank_load = serve_by_shares(problem, slots, shares)
     total = rank_load.sum(axis=1)
     empty = total < EMPTY_BELOW
     safe_total = np.where(empty, 1.0, total)
@@ -52,7 +60,7 @@ def evaluate(problem: PlacementProblem, slots: Any) -> Placement:
     weights = problem.weights_for(Weights())
     uneven = imbalance
     if problem.history or problem.drift > 0:
-        by_expert = load_by_expert(problem, slots)
+        by_expert = load_by_expert(problem, slots, shares)
         uneven = weighted_imbalance(problem, by_expert) + drift_term(problem, by_expert)
     cost = weights.alpha * comm + weights.beta * uneven + weights.gamma * moves / problem.num_experts
     return Placement(
@@ -89,23 +97,40 @@ def serve_from_nearest(problem: PlacementProblem, slots: Any) -> tuple[Any, Any]
     return comm, rank_load.reshape(layers, ranks)
 
 
+def serve_by_shares(problem: PlacementProblem, slots: Any, shares: Any) -> tuple[Any, Any]:
+    """As `serve_from_nearest`, the picks of each (source, expert) by `shares` [L, S, P] of its slots."""
+    layers, ranks, size = problem.num_layers, problem.num_ranks, problem.slots_per_rank
+    comm, rank_load = np.zeros(layers), np.zeros((layers, ranks))
+    for source in range(problem.num_sources):
+        picks = np.take_along_axis(problem.traffic[:, source], slots, axis=1) * shares[:, source]
+        by_rank = picks.reshape(layers, ranks, size).sum(axis=2)
+        rank_load += by_rank
+        comm += by_rank @ problem.topology.distance[source]
+    return comm, rank_load
+
+
 def window_weights(count: int) -> Any:
     """Weights of `count` windows, the newest first: in proportion to 0.8^age, summing to 1 (SPEC section 3.2)."""
     weight = AGE_DECAY ** np.arange(count)
     return weight / weight.sum()
 
 
-def load_by_expert(problem: PlacementProblem, slots: Any) -> Any:
-    """Picks of each expert that each rank serves, by the nearest copies, float64 [L, E, R]."""
+def load_by_expert(problem: PlacementProblem, slots: Any, shares: Any = None) -> Any:
+    """Picks of each expert that each rank serves, float64 [L, E, R]: by `shares`, or the nearest copies evenly."""
     layers, experts, ranks = problem.num_layers, problem.num_experts, problem.num_ranks
     rank: Any = np.arange(problem.num_slots) // problem.slots_per_rank
-    copies = np.zeros((layers, experts, ranks))
-    np.add.at(copies, (np.arange(layers)[:, None], slots, rank), 1.0)
+    row = np.arange(layers)[:, None]
     load = np.zeros((layers, experts, ranks))
+    copies = np.zeros((layers, experts, ranks))
+    np.add.at(copies, (row, slots, rank), 1.0)
     for source in range(problem.num_sources):
+        picks = problem.traffic[:, source]
+        if shares is not None:
+            np.add.at(load, (row, slots, rank), np.take_along_axis(picks, slots, axis=1) * shares[:, source])
+            continue
         distance = np.where(copies > 0, problem.topology.distance[source], np.inf)
         serves = copies * (distance == distance.min(axis=2, keepdims=True))
-        load += problem.traffic[:, source, :, None] * serves / serves.sum(axis=2, keepdims=True)
+        load += picks[:, :, None] * serves / serves.sum(axis=2, keepdims=True)
     return load
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import host, reference
+from . import host, reference, replica_host, replica_search
 from .checks import LIMIT
 from .objective import evaluate
 from .portfolio import Effort
 from .problem import Placement, PlacementProblem
+from .replicas import kicks_for
 
 METHODS = ("portfolio", "paper", "greedy", "eplb", "stay")
 EFFORTS = ("fast", "default", "best")
@@ -16,7 +17,7 @@ BACKENDS = ("auto", "host", "reference")
 # Sums of shares over ranks stay within 32 bits.
 MOST_RANKS = 1024
 # One copy per expert is what their scores are about.
-WITHOUT_REPLICAS = ("portfolio", "paper", "greedy")
+WITHOUT_REPLICAS = ("paper", "greedy")
 
 
 def place(
@@ -32,7 +33,8 @@ def place(
 
     Args:
         problem: see `PlacementProblem`.
-        method: "portfolio", local search for the lowest cost from several starts (SPEC section 3.3); "paper",
+        method: "portfolio", local search for the lowest cost from several starts (SPEC section 3.3; with spare
+            slots section 4: how many copies and where, together, never two of an expert on one rank); "paper",
             the paper's heuristic (section 3.1, arXiv 2606.15177); "greedy", the same loop scored by the marginals
             of the cost (section 3.2, one window); "eplb", balance only, with replicas when there are spare
             slots; "stay", the current placement.
@@ -66,12 +68,19 @@ def place(
     if method in WITHOUT_REPLICAS and problem.num_slots != problem.num_experts:
         raise ValueError(
             f"method: {method!r} places one copy per expert, but there are {problem.num_slots} slots for "
-            f"{problem.num_experts} experts; valid with spare slots: eplb, stay"
+            f"{problem.num_experts} experts; valid with spare slots: portfolio, eplb, stay"
         )
     _check_limits(problem, method, max_moves, time_budget)
     chosen = _backend(backend)
     if method != "portfolio":
         return evaluate(problem, chosen.solve(problem, method))
+    if problem.num_slots > problem.num_experts:
+        solver: Any = (
+            replica_search if chosen is reference or replica_host.status() != "ready" else replica_host
+        )
+        count = kicks_for(effort, problem.num_experts, problem.num_slots)
+        slots = solver.solve(problem, count, max_moves=max_moves, time_budget=time_budget)
+        return evaluate(problem, slots)
     kicks = Effort.named(effort, problem.num_ranks)
     slots = chosen.solve_portfolio(problem, kicks, max_moves=max_moves, time_budget=time_budget)
     return evaluate(problem, slots)
