@@ -32,9 +32,10 @@ def communicator_for(state: Any, config: GimbalConfig) -> ExecutorCommunicator |
         ValueError: ranks with other settings, or a way that this server cannot have.
         RuntimeError: `strict`, and the model's experts cannot be moved by an executor.
     """
+    if not config.places_experts:  # the same on all ranks: source rows see to that
+        return None
     weights, unfit = None, None
-    # The same on all ranks: source rows, which see to that, are counted whenever experts are placed.
-    setting = config.migration if config.places_experts else "stock"
+    setting = config.migration
     device = state.model.expert_weights[0][0].device.type
     if setting != "stock":
         try:

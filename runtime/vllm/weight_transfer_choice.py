@@ -110,12 +110,19 @@ def _over_process_group(weights: ExpertWeights, group: Any, gather: Any, timeout
     from vllm.utils.network_utils import get_ip
 
     wait = timedelta(seconds=max(timeout, START_TIMEOUT))
-    store, served = None, None
+    store: Any = None
+    served: Any = None
     if dist.get_rank(group) == 0:
-        address = get_ip()
-        store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False, timeout=wait)
-        served = (address, store.port)
-    address, port = gather(served)[0]
+        try:
+            address = get_ip()
+            store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False, timeout=wait)
+            served = (address, store.port)
+        except Exception as error:  # the others wait in the collective below
+            served = f"{type(error).__name__}: {error}"
+    found = gather(served)[0]
+    if isinstance(found, str):
+        raise RuntimeError(f"rank 0 cannot serve a store: {found}")
+    address, port = found
     if store is None:
         store = dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=wait)
     own = dist.new_group(

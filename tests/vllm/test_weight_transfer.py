@@ -26,7 +26,7 @@ from gimbal_runtime.config import GimbalConfig
 from gimbal_runtime.tools.server import VllmServer
 from gimbal_runtime.vllm import weight_transfer
 from gimbal_runtime.vllm.guard import logger
-from gimbal_runtime.vllm.weight_transfer_choice import choose, offer
+from gimbal_runtime.vllm.weight_transfer_choice import choose, make_executor, offer
 from gimbal_runtime.vllm.weight_transfer_communicator import ExecutorCommunicator
 from gimbal_runtime.vllm.weight_transfer_tensors import collect
 from migration_cases import random_slots
@@ -269,6 +269,21 @@ def test_a_way_that_the_server_cannot_have_is_an_error(changes: dict[str, str]) 
 def test_ranks_must_have_the_same_settings() -> None:
     with pytest.raises(ValueError, match=r"auto, 30.0 on EP rank 0, auto, 5.0 on rank 1; valid: the same"):
         choose([*offers(1), *offers(1, timeout=5.0)])
+
+
+def without_a_store(rank: int, ranks: int, name: str) -> str:
+    files = dist.FileStore(str(Path(tempfile.gettempdir()) / f"gimbal-store-{name}"), ranks)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=ranks)
+    dist.TCPStore = lambda *_, **__: fail()  # type: ignore[misc, assignment]
+    with pytest.raises(RuntimeError, match="rank 0 cannot serve a store: OSError: copy engine"):
+        make_executor(
+            "process_group", group.fill([[0, 1]], rank, ranks), offers(), dist.group.WORLD, everyone
+        )
+    return "told"
+
+
+def test_a_store_that_cannot_be_served_is_told_on_all_ranks() -> None:
+    assert group.run_ranks(2, without_a_store) == ["told"] * 2
 
 
 def loaded(rank: int, ranks: int, name: str, mode: str, spoilt: bool) -> tuple[Any, ...]:
