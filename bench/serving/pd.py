@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -51,8 +54,8 @@ MODES = {
     "held": {},
 }
 ARRIVAL_CV = 3.0
-LONG_SHARE = 0.25
-"""Of the prompts, which are several texts in a row; up to about 1,900 tokens."""
+LONG_SHARE = 0.4
+"""Of the prompts, which are several texts in a row; up to about 1,800 tokens."""
 WARM_UP = 48
 TTFT_SLO, TBT_SLO = 1.0, 0.1
 
@@ -75,9 +78,9 @@ def make_load(count: int, rate: float, seed: int, label: str) -> list[Request]:
     shape, arrival, load = 1.0 / ARRIVAL_CV**2, 0.0, []
     for place in range(count):
         arrival += draw.gammavariate(shape, 1.0 / (rate * shape))
-        pieces = draw.randint(4, 9) if draw.random() < LONG_SHARE else 1
-        text = " ".join(draw.choice(texts) for _ in range(pieces))[:4500]
-        output = draw.randint(4, 40)
+        pieces = draw.randint(5, 12) if draw.random() < LONG_SHARE else 1
+        text = " ".join(draw.choice(texts) for _ in range(pieces))[:5000]
+        output = draw.randint(2, 10)
         load.append(Request(f"{place}", f"{label} {place}: {text}", arrival, output))
     return load
 
@@ -174,10 +177,20 @@ def figures(seen: list[Seen], records: list[Record], expected: list[tuple[int, .
         "deflected": float(np.mean([record.deflected for record in records])),
         "split_known": len(parts),
         **mean,
+        "actual_over_predicted": _ratio(records),
         "counting_median": float(np.median([record.counting for record in records])),
         "decision_median": float(np.median([record.cost for record in records])),
         "decision_p99": float(np.quantile([record.cost for record in records], 0.99)),
     }
+
+
+def _ratio(records: list[Record]) -> float | None:
+    """Median of time to first token over the one predicted, of requests with a prediction."""
+    pairs = [
+        (record.ttft, record.ttft_decode if record.deflected else record.ttft_prefill) for record in records
+    ]
+    ratios = [ttft / predicted for ttft, predicted in pairs if ttft is not None and predicted]
+    return float(np.median(ratios)) if ratios else None
 
 
 async def alone(url: str, load: list[Request]) -> list[tuple[int, ...]]:
@@ -187,6 +200,37 @@ async def alone(url: str, load: list[Request]) -> list[tuple[int, ...]]:
         for place, entry in enumerate(load)
     ]
     return [entry.tokens for entry in await replay(url, again, salt="alone")]
+
+
+async def run_repetition(
+    shape: str, repetition: int, servers: PdServers, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The same arrivals in all modes, in turns from the first to the last or the other way round."""
+    order = list(MODES) if repetition % 2 == 0 else list(reversed(MODES))
+    loads = {
+        mode: make_load(arguments.requests, arguments.rate, repetition, f"{shape} {mode} {repetition}")
+        for mode in order
+    }
+    with quiet(arguments.lock):
+        measured = {mode: await measure(servers, arguments, mode, loads[mode]) for mode in order}
+    rows = []
+    for mode, (seen, records, fits) in measured.items():
+        expected = await alone(servers.decode[0].url, loads[mode])
+        row = {"shape": shape, "mode": mode, "repetition": repetition}
+        rows.append(row | figures(seen, records, expected) | {"fits": fits})
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+@contextlib.contextmanager
+def quiet(lock: Path | None) -> Iterator[None]:
+    """Holds a lock file meanwhile, where other jobs of the machine respect it."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 async def run_shape(shape: str, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -203,17 +247,9 @@ async def run_shape(shape: str, arguments: argparse.Namespace, folder: Path) -> 
             await warm_up_all(nodes, WARM_UP)
             await replay(url, make_load(16, 50.0, 0, f"{shape} first"))
         for repetition in range(arguments.repetitions):
-            order = list(MODES) if repetition % 2 == 0 else list(reversed(MODES))
-            for mode in order:
-                label = f"{shape} {mode} {repetition}"
-                load = make_load(arguments.requests, arguments.rate, repetition, label)
-                seen, records, fits = await measure(servers, arguments, mode, load)
-                expected = await alone(servers.decode[0].url, load)
-                for stored in (folder / "kv").iterdir():
-                    shutil.rmtree(stored)
-                row = {"shape": shape, "mode": mode, "repetition": repetition}
-                rows.append(row | figures(seen, records, expected) | {"fits": fits})
-                print(line(rows[-1]), flush=True)
+            rows += await run_repetition(shape, repetition, servers, arguments)
+            for stored in (folder / "kv").iterdir():
+                shutil.rmtree(stored)
     return rows
 
 
@@ -249,9 +285,10 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=["1P1D", "2P2D"], choices=["1P1D", "2P2D"])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=8.0, help="mean arrivals per second")
+    parser.add_argument("--rate", type=float, default=10.0, help="mean arrivals per second")
     parser.add_argument("--bandwidth", type=float, help="bytes per second of the link (default: measured)")
     parser.add_argument("--max-fit-error", type=float, default=0.5)
+    parser.add_argument("--lock", type=Path, help="lock file to hold while times are measured")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "pd.json")
     arguments = parser.parse_args()
     begun = time.monotonic()
