@@ -17,7 +17,8 @@ from ..deflection import DeflectionConfig, DeflectionRouter, Route
 from .route_nodes import Link, Node, Sent, alive
 
 DEPTH = 2
-"""Requests that a prefill node always has: one that it computes, one that it takes next."""
+"""Requests, and iterations' worth of tokens, that a prefill node always has: what it computes, and what it takes
+next. With less it would stand still for the time of a call after every iteration."""
 RECONSIDERED = 32
 """Held requests per prefill node that are looked at again."""
 
@@ -238,12 +239,12 @@ class Dispatcher:
         return [entry.ticket.tokens for entry in self._held[node]]
 
     def _has_room(self, node: Node) -> bool:
-        """Whether a prefill node has less than an iteration's worth to do, or fewer than `DEPTH` requests."""
+        """Whether a prefill node has less than `DEPTH` iterations or requests to do."""
         now = self._clock()
         report, queued = node.fresh(now), node.queued(now)
         if report is None or queued is None:
             return True  # nothing is known of it: holding requests back would not help
-        return len(queued) < DEPTH or sum(left for left, _ in queued) < report.token_budget
+        return len(queued) < DEPTH or sum(left for left, _ in queued) < DEPTH * report.token_budget
 
     def _reconsider(self, node: Node, queue: deque[_Held]) -> None:
         now = self._clock()
