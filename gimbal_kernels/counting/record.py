@@ -71,7 +71,7 @@ def map_and_count(
     _check_controls(topk_ids, replica_map, layer, source, num_tokens, enabled)
     serve = implementation(backend, topk_ids)
     if out is None:
-        out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
+        out = torch.empty_like(topk_ids, memory_format=torch.contiguous_format)
     if topk_ids.numel():
         serve(topk_ids, replica_map, counts, physical_load=physical_load, out=out, **controls)
     return out
