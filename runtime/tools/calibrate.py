@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from dataclasses import asdict
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gimbal_kernels.placement import CALIBRATED, PlacementProblem, Weights
 
 from . import place_options
+from .bench import environment
 from .calibrate_report import HEAD, build, cells_of
 from .errors import InputError, RunError
 from .place_example import EXPERTS, LAYERS, RANKS, example_traffic
@@ -87,7 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(build(name, problem, found), encoding="utf-8")
         print(f"{arguments.out}: plots")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result_of(name, problem, found), indent=1) + "\n")
+        result = result_of(name, problem, found) | environment("cpu", torch.get_num_threads())
+        result["versions"]["highspy"] = importlib.metadata.version("highspy")
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
