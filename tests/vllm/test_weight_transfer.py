@@ -25,7 +25,7 @@ import migration_ranks as group
 from gimbal_runtime.config import GimbalConfig
 from gimbal_runtime.tools.server import VllmServer
 from gimbal_runtime.vllm import weight_transfer
-from gimbal_runtime.vllm.guard import logger
+from gimbal_runtime.vllm.guard import HookMismatch, logger
 from gimbal_runtime.vllm.weight_transfer_choice import choose, make_executor, offer
 from gimbal_runtime.vllm.weight_transfer_communicator import ExecutorCommunicator
 from gimbal_runtime.vllm.weight_transfer_tensors import collect
@@ -383,3 +383,13 @@ def test_twenty_rearrangements_under_load_change_no_answer(
     assert FAILED in log
     assert STALLED in log
     assert server.healthy()
+
+
+def test_a_vllm_that_looks_different_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.eplb import async_worker, eplb_state
+
+    monkeypatch.setattr(async_worker, "transfer_layer", lambda layer: None)
+    before = dict(vars(eplb_state)), vars(eplb_state.EplbState)["add_model"]
+    with pytest.raises(HookMismatch, match="transfer_layer takes"):
+        weight_transfer._install()
+    assert (dict(vars(eplb_state)), vars(eplb_state.EplbState)["add_model"]) == before
