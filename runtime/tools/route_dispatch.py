@@ -17,8 +17,9 @@ from ..deflection import DeflectionConfig, DeflectionRouter, Route
 from .route_nodes import Link, Node, Sent, alive
 
 DEPTH = 2
-"""Requests, and iterations' worth of tokens, that a prefill node always has: what it computes, and what it takes
-next. With less it would stand still for the time of a call after every iteration."""
+RESERVE_SECONDS = 0.1
+"""A prefill node always has `DEPTH` requests, or work for `RESERVE_SECONDS` besides the first of them. With less it
+would stand still after an iteration until a call has arrived; what is more can still be deflected here."""
 RECONSIDERED = 32
 """Held requests per prefill node that are looked at again."""
 
@@ -239,12 +240,17 @@ class Dispatcher:
         return [entry.ticket.tokens for entry in self._held[node]]
 
     def _has_room(self, node: Node) -> bool:
-        """Whether a prefill node has less than `DEPTH` iterations or requests to do."""
+        """Whether a prefill node might run out of work before it hears of more."""
         now = self._clock()
         report, queued = node.fresh(now), node.queued(now)
         if report is None or queued is None:
             return True  # nothing is known of it: holding requests back would not help
-        return len(queued) < DEPTH or sum(left for left, _ in queued) < DEPTH * report.token_budget
+        if len(queued) < DEPTH:
+            return True
+        reserve: float = report.token_budget
+        if report.model is not None and report.model.c_pf > 0.0:
+            reserve = min(reserve, RESERVE_SECONDS / report.model.c_pf)
+        return sum(left for left, _ in queued[1:]) < reserve
 
     def _reconsider(self, node: Node, queue: deque[_Held]) -> None:
         now = self._clock()

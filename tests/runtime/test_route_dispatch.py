@@ -165,11 +165,10 @@ def test_held_while_the_prefill_node_has_an_iteration_to_do_and_sent_in_order() 
     async def test() -> None:
         node, decode = make_node(name="p"), make_node(DECODE, "d", model=None)
         dispatcher, _ = make_dispatcher([node], [decode])
-        first = [await dispatcher.place(Ticket(f"f{place}", 1000)) for place in range(5)]
-        assert all(
-            placement.node is node for placement in first
-        )  # 4,000 tokens are less than two iterations'
-        held = [asyncio.ensure_future(dispatcher.place(Ticket(f"h{place}", 1000))) for place in range(3)]
+        # Besides the first there are to be 1,000 tokens: 0.1 s of its work.
+        first = [await dispatcher.place(Ticket(f"f{place}", 400)) for place in range(4)]
+        assert all(placement.node is node for placement in first)
+        held = [asyncio.ensure_future(dispatcher.place(Ticket(f"h{place}", 400))) for place in range(3)]
         assert await waiting(held[0])
         assert dispatcher.held() == 3
         node.end("f0")

@@ -38,7 +38,7 @@ def test_a_client_that_goes_away_is_gone_everywhere(stage: str) -> None:
             else:
                 prefill.queue(("x", 50_000, 0))
             if stage == "held":
-                prefill.queue(("x", 4096, 0), ("y", 9, 0))
+                prefill.queue(("x", 4096, 0), ("y", 4096, 0))
             await settled(proxy, prefill, decode)
             waiting = prefill if stage == "prefill" else decode
             waiting.gate.clear()
