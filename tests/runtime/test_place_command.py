@@ -81,6 +81,10 @@ def test_methods_limits_and_spare_slots(traffic, tmp_path):
     spare = json.loads(listed.read_text())
     assert np.shape(spare["slots"]) == (3, 24)
     assert spare["bound_covers"] == "remote picks only"
+    assert main([*free[:4], "--spare", "8", "--effort", "fast", "--json", str(listed)]) == 0
+    copies = json.loads(listed.read_text())
+    assert copies["after"]["comm"] < spare["after"]["comm"]
+    assert all(len(set(row[6 * r : 6 * r + 6])) == 6 for row in copies["slots"] for r in range(4))
     assert main([*free, "--nodes", "2", "--groups", "4", "--far", "4"]) == 0
     nodes = [
         {e // 4 for e in row[8 * n : 8 * n + 8]}
