@@ -15,7 +15,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-HOST_SOURCES = sorted((ROOT / "csrc").glob("*/host.cpp"))
+# host_<instruction set>.cpp set their own target; flags for the processor at hand would not be portable.
+HOST_SOURCES = sorted((ROOT / "csrc").glob("*/host*.cpp"))
 # -ffp-contract=off: a fused multiply-add would make ranks with different compilers disagree on a placement.
 # -fno-trapping-math lets comparisons of floats become vector instructions; it changes no value.
 HOST_FLAGS = [

@@ -1,7 +1,9 @@
 // C interface of the placement methods, called from gimbal_kernels/placement/host.py, which validates.
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
+#include <limits>
 #include <thread>
 #include <vector>
 
@@ -12,6 +14,11 @@
 #include "placement/replica_api.hpp"
 #include "placement/scored.hpp"
 #include "placement/slots.hpp"
+#define GIMBAL_ISA baseline
+#define GIMBAL_LANES 4
+#include "placement/solver.hpp"
+
+const gimbal::placement::Solver& gimbal::placement::baseline_solver() { return baseline::solver(); }
 
 namespace {
 
@@ -39,6 +46,19 @@ void place_layer(const Layer& layer, Method method, const Weights& weights, std:
   }
 }
 
+long long steady_now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool passed(long long deadline) { return steady_now() >= deadline; }
+
+// Limits as Python hands them over; without a time budget (seconds < 0) no clock is read.
+Effort effort_of(const std::int64_t* limits, double seconds) {
+  const bool timed = seconds >= 0.0 && seconds < 1e9;
+  return {static_cast<int>(limits[0]), static_cast<int>(limits[1]), static_cast<int>(limits[2]),
+          timed ? steady_now() + static_cast<long long>(seconds * 1e9) : 0, timed ? passed : nullptr};
+}
+
 std::size_t thread_count(std::size_t layers, const Shape& shape, std::int32_t requested) {
   if (requested > 0) return static_cast<std::size_t>(requested);
   const std::size_t work = layers * shape.experts * shape.ranks * (shape.sources + 4);
@@ -49,7 +69,7 @@ std::size_t thread_count(std::size_t layers, const Shape& shape, std::int32_t re
 }  // namespace
 
 // Bumped whenever the signature or the meaning of an argument changes.
-extern "C" std::int32_t gimbal_placement_abi() { return 3; }
+extern "C" std::int32_t gimbal_placement_abi() { return 4; }
 
 // shape: layers, sources, experts, ranks, slots per rank. traffic: [layers, sources, experts]. distance: [sources,
 // ranks]. current: [layers, slots] or null. weights: alpha, beta, gamma. slots: [layers, slots], written.
@@ -68,9 +88,18 @@ extern "C" std::int32_t gimbal_placement_solve(std::int32_t method, const std::i
   return for_each_layer(layers, thread_count(layers, layer_shape, threads), body) ? 0 : 1;
 }
 
-// shape: layers, sources, experts, ranks, slots per rank, windows, kicks, seeds, most moves (-1: any number).
-// window_loads: [windows, layers, experts], this window first; window_weights: [windows]. seconds: time after which no
-// kick starts, counted from the call, or negative. The rest as in gimbal_placement_solve.
+// The instruction sets (enum InstructionSet) that gimbal_placement_portfolio can be told to use, as bits.
+extern "C" std::int32_t gimbal_placement_instruction_sets() {
+  std::int32_t found = 0;
+  for (const InstructionSet each : {kBaseline, kAvx2, kAvx512})
+    if (solver_for(each) != nullptr) found |= 1 << each;
+  return found;
+}
+
+// shape: layers, sources, experts, ranks, slots per rank, windows, kicks, seeds, most moves (-1: any number), instruction
+// set (0: the best). window_loads: [windows, layers, experts], this window first; window_weights: [windows]. seconds: time
+// after which no kick starts, counted from the call, or negative. The rest as in gimbal_placement_solve. Returns 2 when
+// the processor lacks the instruction set.
 extern "C" std::int32_t gimbal_placement_portfolio(const std::int64_t* shape, const double* traffic,
                                                    const double* distance, const double* window_loads,
                                                    const double* window_weights, const std::int32_t* current,
@@ -79,12 +108,12 @@ extern "C" std::int32_t gimbal_placement_portfolio(const std::int64_t* shape, co
   const auto size = [&](int i) { return static_cast<std::size_t>(shape[i]); };
   const Batch batch{{size(1), size(2), size(3), size(4)}, size(0), size(5), traffic, distance, window_loads,
                     window_weights, current};
-  Effort effort{static_cast<int>(shape[6]), static_cast<int>(shape[7]), static_cast<int>(shape[8]),
-                Clock::time_point::max()};
-  if (seconds >= 0.0)
-    effort.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  const Effort effort = effort_of(shape + 6, seconds);
+  const Solver* solver = solver_for(static_cast<InstructionSet>(shape[9]));
+  if (solver == nullptr) return 2;
   const auto body = [&](std::size_t l) {
-    place_portfolio_layer(batch, l, {weights[0], weights[1], weights[2]}, effort, slots + l * batch.shape.slots());
+    place_portfolio_layer(*solver, batch, l, {weights[0], weights[1], weights[2]}, effort,
+                          slots + l * batch.shape.slots());
   };
   const std::size_t wanted = threads > 0 ? static_cast<std::size_t>(threads)
                                          : std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);

@@ -24,14 +24,14 @@ struct Batch {
   }
 };
 
-inline void place_portfolio_layer(const Batch& batch, std::size_t l, const Weights& weights, const Effort& effort,
-                                  std::int32_t* slots) {
+inline void place_portfolio_layer(const Solver& solver, const Batch& batch, std::size_t l, const Weights& weights,
+                                  const Effort& effort, std::int32_t* slots) {
   thread_local Portfolio portfolio;
   const Layer layer = batch.layer(l);
   const double* loads[kMaxWindows];
   for (std::size_t k = 0; k < batch.windows; ++k)
     loads[k] = batch.loads + (k * batch.layers + l) * batch.shape.experts;
-  const int* ranks = portfolio.solve(layer, {batch.windows, loads, batch.window_weights}, weights, effort);
+  const int* ranks = portfolio.solve(solver, layer, {batch.windows, loads, batch.window_weights}, weights, effort);
   if (ranks == nullptr) return keep_or_identity(layer, slots);
   RankSets held(layer.shape);
   for (std::size_t e = 0; e < layer.shape.experts; ++e) held.add(static_cast<std::size_t>(ranks[e]), e);

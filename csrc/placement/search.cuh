@@ -52,7 +52,7 @@ struct Scratch {
   int* table;                // [size x ranks] X_e of the rank that is scanned
   int* twice;                // [windows, size] its loads, doubled
   int *rank_load, *saved_load;  // [windows, ranks]
-  int *best, *kept;          // [ranks, ranks] lowest change of a swap between two ranks
+  int *best, *kept;          // [ranks, ranks] lowest change of a swap between two ranks, symmetric
   int* dirty;                // [ranks] whether the best swaps of a rank are out of date
   int* chosen;               // [experts] rank of each expert
 };
@@ -69,6 +69,7 @@ GIMBAL_HD T* take(char*& next, std::size_t count) {
 template <class Block, bool kAcrossRanks, int kWindows>
 struct Search {
   static constexpr int kLanes = Block::kLanes;
+  static constexpr bool kAcross = kAcrossRanks;
   using Ints = typename Block::Ints;
 
   Block& b;
@@ -83,7 +84,7 @@ struct Search {
   GIMBAL_HD int rank_of(int cell) const { return kAcrossRanks ? cell % ranks() : cell / size(); }
 
   // Lays the arrays out in memory from `base` (64-byte aligned); returns the bytes taken. With null: measures only.
-  GIMBAL_HD std::size_t carve(char* base) {
+  GIMBAL_BODY std::size_t carve(char* base) {
     char* next = base;
     const int n = cells(), r = ranks(), w = windows();
     s.best = take<int>(next, y.ranks * r);
@@ -104,20 +105,20 @@ struct Search {
     return static_cast<std::size_t>(next - base);
   }
 
-  GIMBAL_HD void fill_cell(int q, int e, int rank) {
+  GIMBAL_BODY void fill_cell(int q, int e, int rank) {
     s.expert[q] = e;
     s.home[q] = y.home[e];
     s.own[q] = cost_on(y, e, rank);
     for (int k = 0; k < y.classes; ++k) s.cost[k * cells() + q] = y.comm[k * y.stride + e];
   }
 
-  GIMBAL_HD void fill_loads(int q, int stage) {
+  GIMBAL_BODY void fill_loads(int q, int stage) {
     for (int k = 0; k < windows(); ++k)
       s.load[k * cells() + q] = y.load[(stage * y.windows + k) * y.stride + s.expert[q]];
   }
 
   // Experts to the slots of their ranks, in ascending id. Reads `chosen`.
-  GIMBAL_HD void enter() {
+  GIMBAL_BODY void enter() {
     for (int q = b.rank(); q < cells(); q += b.size()) {  // padding is computed with, never looked at
       s.expert[q] = 0;
       s.home[q] = s.own[q] = s.lowest[q] = 0;
@@ -137,7 +138,7 @@ struct Search {
   }
 
   // Loads of a stage; all pairs of ranks are to be scanned.
-  GIMBAL_HD void reweigh(int stage) {
+  GIMBAL_BODY void reweigh(int stage) {
     for (int i = b.rank(); i < y.experts; i += b.size()) fill_loads(cell(i / y.size, i % y.size), stage);
     b.sync();
     for (int i = b.rank(); i < windows() * y.ranks; i += b.size()) {
@@ -151,7 +152,7 @@ struct Search {
   }
 
   // Change of the objective when the experts in cell p of rank a and cell q of rank x swap.
-  GIMBAL_HD int change(int p, int q, int a, int x) const {
+  GIMBAL_BODY int change(int p, int q, int a, int x) const {
     const int n = cells();
     int sum = s.cost[y.rank_class[x] * n + p] + (s.home[p] >= 0 && s.home[p] != x ? y.move_cost : 0) - s.own[p];
     sum += s.cost[y.rank_class[a] * n + q] + (s.home[q] >= 0 && s.home[q] != a ? y.move_cost : 0) - s.own[q];
@@ -163,7 +164,7 @@ struct Search {
     return sum;
   }
 
-  GIMBAL_HD void swap(int p, int q, int a, int x) {
+  GIMBAL_BODY void swap(int p, int q, int a, int x) {
     if (b.rank() == 0) {
       const int n = cells();
       for (int k = 0; k < windows(); ++k) {
@@ -183,52 +184,67 @@ struct Search {
 
   // ---- best[a][x] and best[x][a] for one rank a against all others
 
-  GIMBAL_HD void scan(int a) {
-    for (int i = b.rank(); i < windows() * size(); i += b.size())
-      s.twice[i] = 2 * s.load[i / size() * cells() + cell(a, i % size())];
+  // Whether a scan of a leaves x out: itself, and what an earlier scan of the same round has been through.
+  GIMBAL_HD bool left_out(int a, int x) const { return x == a || (x < a && s.dirty[x] != 0); }
+
+  GIMBAL_BODY void scan(int a) {
+    double_loads(a);
     if constexpr (kAcrossRanks) {
       table_across(a);
       b.sync();
       lowest_across(a);
     } else {
-      table_within(a);
-      b.sync();
-      lowest_within(a);
-      b.sync();
-      for (int x = b.rank(); x < y.ranks; x += b.size()) {
+      scan_slots(a, 0, y.ranks);
+      const int wide = size(), ranks_ = y.ranks, size_ = y.size;
+      for (int x = b.rank(); x < ranks_; x += b.size()) {
+        if (left_out(a, x)) continue;
         int low = kNever;
-        const int* row = s.lowest + x * size();
-        for (int slot = 0; slot < y.size; ++slot) low = row[slot] < low ? row[slot] : low;
-        s.best[a * ranks() + x] = s.best[x * ranks() + a] = x == a ? kNever : low;
+        const int* row = s.lowest + x * wide;
+        for (int slot = 0; slot < size_; ++slot) low = row[slot] < low ? row[slot] : low;
+        s.best[a * ranks_ + x] = s.best[x * ranks_ + a] = low;
       }
     }
     b.sync();
   }
 
+  GIMBAL_BODY void double_loads(int a) {
+    const int wide = size(), count = windows() * wide;
+    for (int i = b.rank(); i < count; i += b.size()) s.twice[i] = 2 * s.load[i / wide * cells() + cell(a, i % wide)];
+  }
+
+  // lowest[f]: lowest change of a swap of f with an expert of rank a, for all f of the ranks from `first` to before `last`.
+  GIMBAL_BODY void scan_slots(int a, int first, int last) {
+    table_within(a, first, last);
+    b.sync();
+    lowest_within(a, first, last);
+    b.sync();
+  }
+
   // X_e with lanes over ranks: table [size, ranks].
-  GIMBAL_HD void table_across(int a) {
-    const int wide = ranks(), tiles = wide / kLanes;
-    for (int slot = 0; slot < y.size; ++slot) {
-      const int p = cell(a, slot);
+  GIMBAL_BODY void table_across(int a) {
+    const int wide = ranks(), size_ = y.size;
+    for (int slot = 0; slot < size_; ++slot) {
+      const int p = cell(a, slot), own = s.own[p];
       const int* row = y.cost_rows + static_cast<std::size_t>(s.expert[p]) * wide;
-      for (int t = b.rank(); t < tiles; t += b.size()) {
-        const int x0 = t * kLanes;
-        Ints here = load_lanes<Ints>(row + x0) - s.own[p];
+      int* out = s.table + slot * wide;
+      for (int x0 = b.rank() * kLanes; x0 < wide; x0 += b.size() * kLanes) {
+        Ints here = load_lanes<Ints>(row + x0) - own;
         for (int k = 0; k < windows(); ++k) {
           const int w = s.load[k * cells() + p], gap = wrap_sub(w, s.rank_load[k * wide + a]);
           const Ints other = load_lanes<Ints>(s.rank_load + k * wide + x0);
           here = wrap_add(here, wrap_mul(all_lanes<Ints>(w), wrap_add(all_lanes<Ints>(gap), other)));
         }
-        store_lanes(s.table + slot * wide + x0, here);
+        store_lanes(out + x0, here);
       }
     }
   }
 
   // X_e with lanes over the slots of rank a: table [ranks, size].
-  GIMBAL_HD void table_within(int a) {
+  GIMBAL_BODY void table_within(int a, int first, int last) {
     const int tiles = size() / kLanes;
-    for (int t = b.rank(); t < y.ranks * tiles; t += b.size()) {
+    for (int t = first * tiles + b.rank(); t < last * tiles; t += b.size()) {
       const int x = t / tiles, p = cell(a, t % tiles * kLanes);
+      if (left_out(a, x)) continue;
       Ints here = cost_to(x, p);
       for (int k = 0; k < windows(); ++k) {
         const int g = wrap_sub(s.rank_load[k * ranks() + a], s.rank_load[k * ranks() + x]);
@@ -240,29 +256,15 @@ struct Search {
   }
 
   // Cost on `rank` of the experts in the cells from q, minus their cost where they are.
-  GIMBAL_HD Ints cost_to(int rank, int q) const {
+  GIMBAL_BODY Ints cost_to(int rank, int q) const {
     const Ints home = load_lanes<Ints>(s.home + q);
     const Ints moves = mask_lanes(home != rank) & mask_lanes(home >= 0) & y.move_cost;
     return load_lanes<Ints>(s.cost + y.rank_class[rank] * cells() + q) - load_lanes<Ints>(s.own + q) + moves;
   }
 
-  // Lowest X_e + Y_f - 2 w_e w_f over the experts e of rank a, for f in the cells from q; x0: rank of the first of them.
-  GIMBAL_HD Ints lowest_swap(int a, int x0, int q) const {
-    Ints low = all_lanes<Ints>(kNever);
-    for (int i = 0; i < y.size; ++i) {
-      const int* term = s.table + (kAcrossRanks ? i * ranks() + x0 : x0 * size() + i);
-      Ints here;
-      if constexpr (kAcrossRanks)
-        here = load_lanes<Ints>(term);
-      else
-        here = all_lanes<Ints>(*term);
-      for (int k = 0; k < windows(); ++k) {
-        const Ints twice = all_lanes<Ints>(s.twice[k * size() + i]);
-        here = wrap_sub(here, wrap_mul(twice, load_lanes<Ints>(s.load + k * cells() + q)));
-      }
-      low = min_lanes(here, low);
-    }
-    Ints partner = cost_to(a, q);
+  // Y_f of the experts in the cells from q for a swap with rank a; x0: rank of the first of them.
+  GIMBAL_BODY Ints partner(int a, int x0, int q) const {
+    Ints sum = cost_to(a, q);
     for (int k = 0; k < windows(); ++k) {
       const int* load = s.rank_load + k * ranks();
       Ints g;
@@ -271,28 +273,70 @@ struct Search {
       else
         g = all_lanes<Ints>(wrap_sub(load[a], load[x0]));
       const Ints w = load_lanes<Ints>(s.load + k * cells() + q);
-      partner = wrap_add(partner, wrap_mul(w, wrap_add(w, g)));
+      sum = wrap_add(sum, wrap_mul(w, wrap_add(w, g)));
     }
-    return wrap_add(low, partner);
+    return sum;
   }
 
-  GIMBAL_HD void lowest_across(int a) {
-    const int wide = ranks();
+  // X_e - 2 w_e w_f of expert i of rank a with those in the cells from q.
+  GIMBAL_BODY Ints without_partner(int i, int x0, int q) const {
+    const int* term = s.table + (kAcrossRanks ? i * ranks() + x0 : x0 * size() + i);
+    Ints here;
+    if constexpr (kAcrossRanks)
+      here = load_lanes<Ints>(term);
+    else
+      here = all_lanes<Ints>(*term);
+    for (int k = 0; k < windows(); ++k) {
+      const Ints twice = all_lanes<Ints>(s.twice[k * size() + i]);
+      here = wrap_sub(here, wrap_mul(twice, load_lanes<Ints>(s.load + k * cells() + q)));
+    }
+    return here;
+  }
+
+  // low[n]: lowest X_e + Y_f - 2 w_e w_f over the experts e of rank a, for f in the cells from q + n * step.
+  template <int kTiles>
+  GIMBAL_BODY void lowest_swaps(int a, int x0, int q, int step, Ints* low) const {
+    const int size_ = y.size;
+    for (int n = 0; n < kTiles; ++n) low[n] = all_lanes<Ints>(kNever);
+    for (int i = 0; i < size_; ++i)
+      for (int n = 0; n < kTiles; ++n) low[n] = min_lanes(without_partner(i, x0, q + n * step), low[n]);
+    for (int n = 0; n < kTiles; ++n) low[n] = wrap_add(low[n], partner(a, x0, q + n * step));
+  }
+
+  GIMBAL_BODY void lowest_across(int a) {
+    const int wide = ranks(), ranks_ = y.ranks, size_ = y.size;
     for (int x0 = b.rank() * kLanes; x0 < wide; x0 += b.size() * kLanes) {
-      Ints low = all_lanes<Ints>(kNever);
-      for (int slot = 0; slot < y.size; ++slot) low = min_lanes(lowest_swap(a, x0, slot * wide + x0), low);
-      store_lanes(s.best + a * wide + x0, low);
+      Ints low = all_lanes<Ints>(kNever), two[2];
+      int slot = 0;
+      for (; slot + 1 < size_; slot += 2) {
+        lowest_swaps<2>(a, x0, slot * wide + x0, wide, two);
+        low = min_lanes(min_lanes(two[0], two[1]), low);
+      }
+      if (slot < size_) {
+        lowest_swaps<1>(a, x0, slot * wide + x0, wide, two);
+        low = min_lanes(two[0], low);
+      }
+      int* const row = s.best + a * wide;
+      store_lanes(row + x0, low);
       for (int x = x0; x < x0 + kLanes; ++x) {
-        if (x == a || x >= y.ranks) s.best[a * wide + x] = kNever;
-        if (x < y.ranks) s.best[x * wide + a] = s.best[a * wide + x];
+        if (x == a || x >= ranks_) row[x] = kNever;
+        if (x < ranks_) s.best[x * wide + a] = row[x];
       }
     }
   }
 
-  GIMBAL_HD void lowest_within(int a) {
-    const int tiles = size() / kLanes;
-    for (int t = b.rank(); t < y.ranks * tiles; t += b.size())
-      store_lanes(s.lowest + t * kLanes, lowest_swap(a, t / tiles, t * kLanes));
+  GIMBAL_BODY void lowest_within(int a, int first, int last) {
+    constexpr int kTiles = kLanes > 1 ? 2 : 1;  // at a time
+    const int tiles = size() / kLanes, step = tiles % kTiles == 0 ? kTiles : 1;
+    for (int t = first * tiles + b.rank() * step; t < last * tiles; t += b.size() * step) {
+      if (left_out(a, t / tiles)) continue;
+      Ints low[kTiles];
+      if (step == kTiles)
+        lowest_swaps<kTiles>(a, t / tiles, t * kLanes, kLanes, low);
+      else
+        lowest_swaps<1>(a, t / tiles, t * kLanes, kLanes, low);
+      for (int n = 0; n < step; ++n) store_lanes(s.lowest + (t + n) * kLanes, low[n]);
+    }
   }
 };
 

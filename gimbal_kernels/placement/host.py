@@ -13,8 +13,10 @@ from .objective import window_weights
 from .portfolio import Effort
 from .problem import CALIBRATED, PlacementProblem, Weights
 
-ABI = 3
+ABI = 4
 METHOD_NUMBERS = {"paper": 0, "greedy": 1, "eplb": 2}
+# Of the compiled search; every one finds the same bytes (enum InstructionSet in csrc/placement/job.hpp).
+INSTRUCTION_SETS = {"best": 0, "baseline": 1, "avx2": 2, "avx512": 3}
 DEFAULT_WEIGHTS = {"paper": CALIBRATED, "greedy": Weights(), "eplb": Weights()}
 
 
@@ -87,18 +89,20 @@ def solve_portfolio(
     max_moves: int | None = None,
     time_budget: float | None = None,
     threads: int = 0,
+    instruction_set: str = "best",
 ) -> Any:
     """Slot map int32 [L, P] by method "portfolio" without spare slots, as `reference.solve_portfolio`.
 
     time_budget: seconds after which no kick starts, or None. threads = 0: one per core, at most 8.
+    instruction_set: "best", or one of `instruction_sets()`.
 
     Raises:
-        RuntimeError, MemoryError: as `solve`.
+        RuntimeError, MemoryError: as `solve`; RuntimeError: the processor lacks the instruction set.
     """
     solve_layers = _library().gimbal_placement_portfolio
     sizes, arrays = _arrays(problem)
     limits = [effort.kicks, effort.seeds, -1 if max_moves is None else max_moves]
-    shape = np.array([*sizes, *limits], dtype=np.int64)
+    shape = np.array([*sizes, *limits, INSTRUCTION_SETS[instruction_set]], dtype=np.int64)
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
     failed = solve_layers(
         shape.ctypes.data,
@@ -107,9 +111,17 @@ def solve_portfolio(
         threads,
         slots.ctypes.data,
     )
+    if failed == 2:
+        raise RuntimeError(f"this processor or build has no {instruction_set}")
     if failed:
         raise MemoryError("compiled placement: out of memory")
     return slots
+
+
+def instruction_sets() -> list[str]:
+    """What the compiled search can use on this processor; "baseline" is always among them."""
+    found = _library().gimbal_placement_instruction_sets()
+    return [name for name, number in INSTRUCTION_SETS.items() if found >> number & 1]
 
 
 def bound(problem: PlacementProblem, upper: Any, *, lift: bool, nodes: int) -> Any:

@@ -11,8 +11,12 @@
 
 #include "placement/kernels.cuh"
 #include "placement/portfolio.hpp"
+#define GIMBAL_ISA baseline
+#define GIMBAL_LANES 4
+#include "placement/solver.hpp"
 
 using namespace gimbal::placement;
+using baseline::Serial;
 
 namespace {
 

@@ -46,6 +46,27 @@ def test_same_bytes_as_the_reference():
 
 
 @needs_host
+@pytest.mark.parametrize(
+    ("experts", "ranks", "sources"), [(128, 4, 2), (256, 32, 4), (256, 64, 8), (60, 20, 4)]
+)
+def test_same_bytes_with_every_instruction_set(experts, ranks, sources):
+    rng = np.random.default_rng(12)
+    traffic = rng.poisson(300 * np.exp(rng.standard_normal((2, sources, experts))))
+    current = np.stack([rng.permutation(experts) for _ in range(2)])
+    topology = Topology.grid(gpus_per_node=ranks, sources=sources)
+    problem = PlacementProblem(traffic, topology, experts // ranks, current, Weights(1, 4, 0.02))
+    names = host.instruction_sets()
+    found = [host.solve_portfolio(problem, Effort(20, 1), instruction_set=name) for name in names]
+    assert "baseline" in names
+    assert all(slots.tobytes() == found[0].tobytes() for slots in found), names
+    assert (found[0] != current).any()
+    missing = set(host.INSTRUCTION_SETS) - {"best", *names}
+    for name in missing:
+        with pytest.raises(RuntimeError, match=name):
+            host.solve_portfolio(problem, Effort(0, 0), instruction_set=name)
+
+
+@needs_host
 def test_same_bytes_on_any_number_of_threads():
     rng = np.random.default_rng(0)
     traffic = rng.integers(0, 50, (20, 4, 32))

@@ -59,8 +59,8 @@ def test_no_race_and_no_access_out_of_bounds(sanitizer):
 # (file, text with the barrier): without it results depend on the schedule, or the threads part ways.
 BARRIERS = {
     "after a swap": ("search.cuh", "s.dirty[a] = s.dirty[x] = 1;\n    }\n    b.sync();"),
-    "after the lowest of a scan": ("search.cuh", "lowest_within(a);\n      b.sync();"),
-    "between two minima": ("block.cuh", "__syncthreads();  // the next call may overwrite `part`"),
+    "after the lowest of a scan": ("search.cuh", "lowest_within(a, first, last);\n    b.sync();"),
+    "after an expert is put": ("prices.cuh", "s.count_sum[rank] += 1;\n    }\n    b.sync();"),
 }
 
 
