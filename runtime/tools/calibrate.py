@@ -87,12 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     name = "generated traffic" if arguments.traffic is None else arguments.traffic.name
     show(name, problem, found)
     if arguments.out is not None:
-        arguments.out.write_text(build(name, problem, found), encoding="utf-8")
+        with place_options.writing("--out", arguments.out):
+            arguments.out.write_text(build(name, problem, found), encoding="utf-8")
         print(f"{arguments.out}: plots")
     if arguments.json is not None:
         result = result_of(name, problem, found) | environment("cpu", torch.get_num_threads())
         result["versions"]["highspy"] = importlib.metadata.version("highspy")
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        with place_options.writing("--json", arguments.json):
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -70,9 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     result |= {"file": str(file.path), "kind": file.kind, "source_axis": not file.loads_only}
     show(result, per_layer_too=arguments.per_layer)
     if arguments.out is not None:
-        save(arguments.out, after, bound)
+        with place_options.writing("--out", arguments.out):
+            save(arguments.out, after, bound)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        with place_options.writing("--json", arguments.json):
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -81,7 +83,8 @@ def _example(arguments: argparse.Namespace) -> int:
         raise InputError(f"--example: with {arguments.traffic} as well; valid: one of them")
     if arguments.seed < 0:
         raise InputError(f"--seed: {arguments.seed}; valid: an integer >= 0")
-    write_example(arguments.example, arguments.seed)
+    with place_options.writing("--example", arguments.example):
+        write_example(arguments.example, arguments.seed)
     print(f"{arguments.example}: generated traffic, 48 layers, 2 sources, 128 experts; for {RANKS} ranks:")
     print(f"  gimbal place {arguments.example} --ranks {RANKS}")
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,9 +63,9 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bound-nodes",
         type=int,
-        default=200,
+        default=50,
         metavar="N",
-        help="effort for the proof, per layer (default 200)",
+        help="effort for the proof, per layer (default 50)",
     )
 
 
@@ -202,10 +203,20 @@ def check_target(path: Path | None, option: str) -> None:
     """InputError unless a file can be written to `path`."""
     if path is None:
         return
-    if path.is_dir():
-        raise InputError(f"{option}: {path} is a folder; valid: a file")
-    if not path.parent.is_dir():
-        raise InputError(f"{option}: no folder {path.parent}; valid: a folder that is there")
+    with writing(option, path):
+        if path.is_dir():
+            raise InputError(f"{option}: {path} is a folder; valid: a file")
+        if not path.parent.is_dir():
+            raise InputError(f"{option}: no folder {path.parent}; valid: a folder that is there")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Around the writing of a file: what goes wrong with it is bad input."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{option}: {path}: {error.strerror}; valid: a file that can be written") from None
 
 
 def _valid(work: Callable[..., Result], *arguments: Any) -> Result:

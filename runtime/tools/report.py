@@ -63,10 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.placement is not None:
         result["method"], result["effort"] = f"from {arguments.placement.name}", None
     result |= {"file": str(file.path), "kind": file.kind, "source_axis": not file.loads_only}
-    arguments.out.write_text(build(file, before, after, result), encoding="utf-8")
+    with place_options.writing("--out", arguments.out):
+        arguments.out.write_text(build(file, before, after, result), encoding="utf-8")
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        with place_options.writing("--json", arguments.json):
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

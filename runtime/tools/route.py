@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import logging
 import math
 import signal
 from pathlib import Path
@@ -154,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_port(arguments.port)
     from .route_proxy import Proxy
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     proxy = Proxy(settings)
     asyncio.run(_serve(proxy, arguments.host, arguments.port, arguments.warm_up))
     if arguments.json is not None:

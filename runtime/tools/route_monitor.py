@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 
 from ..node_report import PATH, Computed, NodeReport
 from .route_nodes import Node
+
+logger = logging.getLogger("gimbal.route")
 
 REFUSED = 1
 SILENT = 2
@@ -51,8 +54,15 @@ class Monitor:
 
     async def _watch(self) -> None:
         while True:
-            await self.check()
+            await self._safely(self.check)
             await asyncio.sleep(self._health_interval)
+
+    async def _safely(self, question: Callable[[], Awaitable[None]]) -> None:
+        """An error of ours must not end the questions: the node would seem to be what it was for ever."""
+        try:
+            await question()
+        except Exception:
+            logger.exception("%s: a question to the node failed", self._node.url)
 
     async def check(self) -> None:
         """Asks once whether the node lives."""
@@ -70,10 +80,12 @@ class Monitor:
             self._failures = 0
             if not node.alive:
                 node.alive, node.why = True, "no report yet"
+                logger.info("%s answers", node.url)
                 self._on_change(node, [])
             return
         self._failures += 1
         if self._failures >= (REFUSED if refused else SILENT) and node.alive:
+            logger.warning("%s is lost: %s", node.url, why)
             node.lose(why)
             self._on_change(node, [])
         elif not node.alive:
@@ -82,7 +94,7 @@ class Monitor:
     async def _ask(self) -> None:
         while True:
             if self._node.alive:
-                await self._report()
+                await self._safely(self._report)
             await asyncio.sleep(self._report_interval)
 
     async def _report(self) -> None:

@@ -22,7 +22,9 @@ async def running(proxy: Proxy, host: str = HOST, port: int = 0) -> AsyncIterato
         RunError: the address cannot be listened on.
     """
     # Without handler_cancellation a client that goes away would leave its request running on the nodes.
-    runner = web.AppRunner(proxy.app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+    runner = web.AppRunner(
+        proxy.app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

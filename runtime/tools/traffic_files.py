@@ -52,9 +52,13 @@ def read_traffic(path: Path) -> TrafficFile:
     Raises:
         InputError: no such file, or not one of these.
     """
-    if not path.is_file():
+    try:
+        is_file, size = path.is_file(), path.stat().st_size
+    except OSError:
+        is_file, size = False, 0
+    if not is_file:
         raise InputError(f"{path}: no such file; valid: {VALID}")
-    if path.stat().st_size == 0:
+    if size == 0:
         raise InputError(f"{path}: empty file; valid: {VALID}")
     if path.suffix in (".pt", ".pth"):
         content = _load_torch(path)

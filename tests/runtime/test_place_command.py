@@ -268,3 +268,12 @@ def test_one_source_needs_the_number_of_ranks(tmp_path, capsys):
     path = tmp_path / "one.npz"
     npz(path, traffic=GOOD[:, :1])
     assert "--ranks: not given" in refused([path], capsys)
+
+
+def test_a_target_that_cannot_be_written(traffic, tmp_path, capsys):
+    target = tmp_path / ("x" * 300)  # longer than a file's name may be, for root too
+    for option in ("--out", "--json"):
+        message = refused([traffic, "--ranks", "4", "--bound-nodes", "0", option, target], capsys)
+        assert message.startswith(f"gimbal place: {option}: ")
+    assert refused(["--example", target], capsys).startswith("gimbal place: --example: ")
+    assert "no such file" in refused([target], capsys)
