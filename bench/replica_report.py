@@ -45,12 +45,12 @@ MOVE_PICKS, IMBALANCE_PICKS = 1152.0, 0.6
 
 
 def random_windows(seed: int, layers: int, experts: int, sources: int, count: int) -> list[Any]:
-    """Windows [L, S, E] of 6.8 million picks by one law: popularity 15 % off it in each, sources 12 % apart."""
+    """Windows [L, S, E] of 6.8 million picks: the second follows a law, the others are 15 % off; sources 12 %."""
     rng = np.random.default_rng(seed)
     popularity = rng.standard_normal((layers, experts))
     windows = []
-    for _ in range(count):
-        drifted = popularity + 0.15 * rng.standard_normal((layers, experts))
+    for window in range(count):
+        drifted = popularity + 0.15 * (window != 1) * rng.standard_normal((layers, experts))
         noise = 0.12 * rng.standard_normal((sources, layers, experts))
         share = np.exp(drifted + noise).transpose(1, 0, 2)
         share /= share.sum(axis=2, keepdims=True)
@@ -176,7 +176,8 @@ class Policy:
     spare: int = 0
     beta: float = 4.0
     history: int = 6
-    trusted: bool = True  # only skew between sources that earlier windows confirm
+    rate: float = 0.2  # of the running mean of the skew between sources
+    memory: float = 0.98  # of the confirmation of that skew
     shares: bool = False
     drifts: bool = False
     static: bool = False
@@ -201,14 +202,13 @@ def live(policy: Policy, windows: list[Any], topology: Topology) -> dict[str, fl
     rng = np.random.default_rng(0)
     state, costs, kept = None, [], []
     for now, later in pairwise(windows):
-        trusted, state = shrink(now, state)
+        trusted, state = shrink(now, state, rate=policy.rate, memory=policy.memory)
         moves = np.zeros(layers)
         if not policy.static:
             drift = measure_drift(kept[0], now) if policy.drifts and kept else 0.0
             weights = Weights.for_expert(MOVE_PICKS, 1.0, 1.0, now, beta=policy.beta)
-            seen = trusted if policy.trusted else now
             past = tuple(kept[: policy.history - 1]) if policy.history else ()
-            placed = place(replace(problem, traffic=seen, weights=weights, history=past, drift=drift))
+            placed = place(replace(problem, traffic=trusted, weights=weights, history=past, drift=drift))
             moves = placed.moves.numpy()
             problem = replace(problem, current=placed.slots)
         kept = [now, *kept][:6]

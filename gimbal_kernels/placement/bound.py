@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from . import host
 from .checks import EMPTY_BELOW
 from .objective import window_weights
 from .problem import PlacementProblem, Weights
+from .replica_bound import bound_with_spare_slots
 from .solve import place
 
-# Up to so many classes of equally distant ranks the sets that copies can cover are tried one by one.
-ENUMERATED_CLASSES = 10
 ASCENT_STEPS = 400
 
 
@@ -26,8 +24,9 @@ def lower_bound(problem: PlacementProblem, *, lift: bool = True, nodes: int = 0)
     experts are heavier than half a rank; the lift closes most of that. With history the loads are the weighted
     mean of the windows, which makes the bound a little looser.
 
-    With spare slots: remote picks alone, with the best number of copies for each expert out of the P slots;
-    imbalance and moves are taken as free. Valid, and much weaker.
+    With spare slots: each expert with the best number of copies for it out of the P slots, charged for remote
+    picks, new copies and its drift term; imbalance is taken as free, but for what the heaviest expert cannot
+    avoid. Valid and weaker; `lift` and `nodes` change nothing.
 
     Args:
         problem: see `PlacementProblem`.
@@ -41,7 +40,7 @@ def lower_bound(problem: PlacementProblem, *, lift: bool = True, nodes: int = 0)
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
         raise ValueError(f"nodes: {nodes!r}; valid: an integer >= 0")
     if problem.num_slots > problem.num_experts:
-        return torch.from_numpy(_with_spare_slots(problem))
+        return torch.from_numpy(bound_with_spare_slots(problem))
     if host.status() != "ready":
         bound = np.array([_plain_dual(problem, layer) for layer in range(problem.num_layers)])
     else:
@@ -107,61 +106,3 @@ def _ascend(cost: Any, load: Any, size: int, b: float) -> float:
         offset = offset + 2.1 * temperature * offset_mean
         temperature *= 1e-3 ** (1 / ASCENT_STEPS)
     return best * unit
-
-
-# ---- spare slots
-
-
-def _with_spare_slots(problem: PlacementProblem) -> Any:
-    alpha = problem.weights_for(Weights()).alpha
-    bound: Any = np.zeros(problem.num_layers)
-    for layer in range(problem.num_layers):
-        total = problem.traffic[layer].sum()
-        if total < EMPTY_BELOW:
-            continue
-        comm = remote_by_copies(problem, layer) / total
-        bound[layer] = alpha * _share_out(comm, problem.num_slots)
-    return bound
-
-
-def remote_by_copies(problem: PlacementProblem, layer: int) -> Any:
-    """Least sum of picks * distance of each expert with 1, 2 .. R copies, or less, [E, R]."""
-    picks = problem.traffic[layer]
-    classes = np.unique(problem.topology.distance, axis=1)
-    count, ranks = classes.shape[1], problem.num_ranks
-    remote: Any = np.empty((problem.num_experts, ranks))
-    if count <= ENUMERATED_CLASSES:
-        for copies in range(1, ranks + 1):
-            sets = combinations(range(count), copies) if copies <= count else [tuple(range(count))]
-            near = np.stack([classes[:, chosen].min(axis=1) for chosen in map(list, sets)])
-            remote[:, copies - 1] = (near @ picks).min(axis=0)
-        return remote
-    # A copy is at the least distance from at most `served` sources; the others pay their second least distance.
-    ordered = np.sort(classes, axis=1)
-    least = ordered[:, 0]
-    above = np.where(classes > least[:, None], classes, np.inf).min(axis=1)
-    extra = np.sort(np.where(np.isfinite(above), above - least, 0.0)[:, None] * picks, axis=0)[::-1]
-    served = int((classes == least[:, None]).sum(axis=0).max())
-    for copies in range(1, ranks + 1):
-        remote[:, copies - 1] = least @ picks + extra[copies * served :].sum(axis=0)
-    return remote
-
-
-def _share_out(remote: Any, slots: int) -> float:
-    """Lower bound on the sum of remote[e, n_e - 1] over all n_e >= 1 that add up to `slots` at most.
-
-    Lagrangian dual in the price of a slot, by bisection: valid at every price, best where the copies just fit.
-    """
-    copies = np.arange(1, remote.shape[1] + 1)
-    low, high = 0.0, float(remote.max()) + 1e-300
-    best = -np.inf
-    for _ in range(60):
-        price = (low + high) / 2
-        priced = remote + price * copies
-        best = max(best, float(priced.min(axis=1).sum()) - price * slots)
-        if int(copies[priced.argmin(axis=1)].sum()) > slots:
-            low = price
-        else:
-            high = price
-    free = float(remote.min(axis=1).sum())  # price 0
-    return max(best, free) - 1e-12 * float(remote.max(axis=1).sum())

@@ -119,7 +119,7 @@ def every_slot_map(experts: int, slots: int):
 
 @pytest.mark.parametrize("enumerated", [10, 0])
 def test_with_spare_slots_never_above_the_optimum(enumerated, monkeypatch):
-    monkeypatch.setattr("gimbal_kernels.placement.bound.ENUMERATED_CLASSES", enumerated)
+    monkeypatch.setattr("gimbal_kernels.placement.replica_bound.ENUMERATED_CLASSES", enumerated)
     rng = np.random.default_rng(5)
     slots = np.array(list(every_slot_map(3, 6)))
     positive = 0
