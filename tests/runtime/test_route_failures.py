@@ -219,6 +219,24 @@ def test_a_dead_node_is_left_out_and_comes_back() -> None:
     run(test())
 
 
+def test_an_error_of_ours_does_not_end_the_questions() -> None:
+    async def test() -> None:
+        async with fleet() as (proxy, _, [prefill], _):
+            pump, calls = proxy.dispatcher.pump, []
+
+            def fail() -> None:
+                calls.append(1)
+                raise RuntimeError("no")
+
+            proxy.dispatcher.pump = fail  # type: ignore[method-assign]
+            await reach(lambda: len(calls) > 5)
+            proxy.dispatcher.pump = pump  # type: ignore[method-assign]
+            prefill.queue(("x", 7, 0))
+            await settled(proxy, prefill)
+
+    run(test())
+
+
 def test_without_prefill_nodes_requests_take_turns_on_the_decode_node() -> None:
     async def test() -> None:
         async with fleet(1, 1) as (proxy, url, [prefill], [decode]):
