@@ -265,13 +265,20 @@ def moved_copies(old: Any, new: Any, slots_per_rank: int) -> int:
     return moved
 
 
-def save_window(folder: str, index: int, *, traffic: Any, current: Any, slots: Any) -> Path:
-    """Writes `window-NNNNNN.npz`: traffic [L, S, E], the slots in force and those decided, both [L, P]."""
+def save_window(
+    folder: str, index: int, *, traffic: Any, current: Any, slots: Any, shares: Any = None
+) -> Path:
+    """Writes `window-NNNNNN.npz`: traffic [L, S, E], the slots in force and those decided, both [L, P].
+
+    shares: [L, S, P] by which copies served at the window's end; None: no such array, the nearest ones.
+    """
     arrays = {
         "traffic": np.asarray(traffic, dtype=np.int64),
         "current": np.asarray(current, dtype=np.int32),
         "slots": np.asarray(slots, dtype=np.int32),
     }
+    if shares is not None:
+        arrays["shares"] = np.asarray(shares, dtype=np.float64)
     return _save(Path(folder) / f"window-{index:06d}.npz", arrays)
 
 

@@ -231,6 +231,11 @@ class GimbalConfig:
         0.0, _PART, "break-even: part of a transfer that is hidden behind serving (asynchronous EPLB)"
     )
     margin: float = _setting(0.0, _PART, "break-even: part by which the gain must exceed the price")
+    shares_interval: int | None = _setting(
+        None,
+        _integer(1, optional=True),
+        "spare slots: engine steps between refreshes of the copies' shares (unset: the nearest copies, evenly)",
+    )
     migration: str = _setting(
         "auto",
         _choice(TRANSFERS),

@@ -101,6 +101,9 @@ WORKER_METRICS = {
     "drift": Metric(
         "gimbal_expert_load_drift", "gauge", (), "relative change of an expert's load from window to window"
     ),
+    "share_refreshes": Metric(
+        "gimbal_share_refreshes_total", "counter", (), "times that the shares of the copies were changed"
+    ),
     "rearrangement_seconds": Metric(
         "gimbal_rearrangement_seconds_total",
         "counter",

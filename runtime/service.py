@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from gimbal_kernels.placement import PlacementProblem, Weights, water_fill
 from gimbal_kernels.topology import Topology
+
+SHARES_BETA = 20.0
+"""Weight of balance when shares are fitted: unlike a placement they cost nothing to change (SPEC section 4)."""
+ENOUGH = 10.0
+"""Picks per expert from which a layer's shares are fitted; with fewer, the nearest copies serve."""
 
 
 def nearest_shares(slots: Any, topology: Topology, num_experts: int) -> Any:
@@ -25,6 +31,26 @@ def nearest_shares(slots: Any, topology: Topology, num_experts: int) -> Any:
     servers = np.zeros_like(nearest)
     np.add.at(servers, at, serves)
     return serves / servers[at]
+
+
+def fitted_shares(traffic: Any, slots: Any, topology: Topology) -> Any:
+    """Shares [L, S, P] that trade distance for even rank loads, by water-filling (SPEC section 4).
+
+    Args:
+        traffic: [L, S, E] picks of the first part of a window, say.
+        slots: [L, P].
+
+    A layer with less than `ENOUGH` picks per expert keeps the nearest copies.
+    """
+    traffic, slots = np.asarray(traffic), np.asarray(slots)
+    enough = traffic.sum(axis=(1, 2)) >= ENOUGH * traffic.shape[2]
+    problem = PlacementProblem(
+        traffic * enough[:, None, None],
+        topology,
+        slots.shape[1] // topology.num_ranks,
+        weights=Weights(1.0, SHARES_BETA, 0.0),
+    )
+    return water_fill(problem, slots).numpy()
 
 
 def even_shares(slots: Any, num_sources: int, num_experts: int) -> Any:

@@ -15,6 +15,7 @@ MODULES = (
     "settings",
     "counting_hooks",
     "slot_maps",
+    "share_refresh",
     "eplb_policy",
     "weight_transfer",
     "worker_report",

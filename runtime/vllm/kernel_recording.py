@@ -17,8 +17,10 @@ import torch
 
 from gimbal_kernels.counting import ReplicaMap, map_and_count
 from gimbal_kernels.counting.record import ID_TYPES
+from gimbal_kernels.counting.replica_tables import SHARE_BITS
 from gimbal_kernels.topology import Topology
 
+from ..service import nearest_shares
 from .guard import Fuse, expect, logger
 from .loads_recording import LoadsRecording
 from .rank_place import RankPlace
@@ -41,20 +43,30 @@ class KernelRecording:
         counts: int64 [L, S, E], a window's recording counters.
         topology: distances [S, R].
         compare: record by vLLM's own function as well, into counters of its own, and compare window by window.
+        weighted: make tables that can take shares; until they do, the nearest copies serve.
 
     Raises:
         ValueError: vLLM's slot map is not one.
     """
 
     def __init__(
-        self, state: Any, place: RankPlace, counts: torch.Tensor, topology: Topology, *, compare: bool
+        self,
+        state: Any,
+        place: RankPlace,
+        counts: torch.Tensor,
+        topology: Topology,
+        *,
+        compare: bool,
+        weighted: bool = False,
     ) -> None:
         load = state.expert_load_pass
+        slots, experts = state.physical_to_logical_map, state.model.num_logical_experts
         self.tables = ReplicaMap.from_slots(
-            state.physical_to_logical_map,
+            slots,
             topology,
-            num_experts=state.model.num_logical_experts,
+            num_experts=experts,
             device=load.device,
+            shares=nearest_shares(slots.cpu().numpy(), topology, experts) if weighted else None,
         )
         self.enabled = torch.zeros((), dtype=torch.bool, device=load.device)
         """On the device, true between the preparation of a real step and its end: what warm-up and idle steps
@@ -174,6 +186,9 @@ class KernelRecording:
         count = self._state.logical_replica_count
         self.tables.nearest.copy_(count[:, None].expand_as(self.tables.nearest))
         self.tables.slots.copy_(self._state.physical_to_logical_map)
+        if self.tables.thresholds is not None:  # even shares
+            ends = torch.arange(1, self.tables.max_replicas + 1, device=count.device) << SHARE_BITS
+            self.tables.thresholds.copy_(ends.expand_as(self.tables.thresholds))
 
     def leave_on(self) -> None:
         """Nobody counts any more, but vLLM's own policy goes on reading its counters."""

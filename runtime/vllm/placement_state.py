@@ -13,6 +13,7 @@ from ..proven_gap import Gap, GapThread
 from ..service import even_shares
 from .guard import Fuse, logger
 from .model_traffic import ModelTraffic
+from .share_refresh import shares_in_force
 from .source_rows import SourceRows
 
 
@@ -104,7 +105,8 @@ def report(
         current, slots: [L, P], in force during the window and from now on.
         decision: what led to `slots`; None: vLLM decided.
     """
-    window = balancer.measure(traffic, current, _shares_in_force(model, traffic, current))
+    shares = _shares_of(rows, model, traffic, current)
+    window = balancer.measure(traffic, current, shares)
     moved = moved_copies(current, slots, balancer.slots_per_rank)
     rows.totals |= {"remote_pick_share": window.remote_pick_share, "max_over_mean": window.max_over_mean}
     rows.count("picks", window.picks)
@@ -122,7 +124,9 @@ def report(
     if window.picks > 0:
         state_of(rows).gaps.submit(index, problem or balancer.problem_for(traffic, current), slots)
     if rows.config.traffic_dir is not None:
-        save_window(rows.config.traffic_dir, index, traffic=traffic, current=current, slots=slots)
+        save_window(
+            rows.config.traffic_dir, index, traffic=traffic, current=current, slots=slots, shares=shares
+        )
 
 
 def _note_decision(rows: SourceRows, balancer: Balancer, decision: Decision) -> None:
@@ -151,8 +155,9 @@ def _lines(window: WindowFigures, moved: int, decision: Decision | None, balance
         )
 
 
-def _shares_in_force(model: ModelTraffic, traffic: Any, current: Any) -> Any:
-    """None where this project's tables choose the nearest copies; else vLLM's copies, which take turns."""
+def _shares_of(rows: SourceRows, model: ModelTraffic, traffic: Any, current: Any) -> Any | None:
+    """By which the copies served: this project's tables choose the nearest ones (None) or by shares; vLLM's copies
+    take turns."""
     if not model.reads_loads:
-        return None
+        return shares_in_force(rows, model, current)
     return even_shares(current, np.shape(traffic)[1], np.shape(traffic)[2])

@@ -44,6 +44,7 @@ SHARED_SETTINGS = (
     "pick_time",
     "overlap",
     "margin",
+    "shares_interval",
     "pressure_interval",
     "recording",
     "first_window",
@@ -160,6 +161,9 @@ class SourceRows:
         Args:
             vllm_records: whether vLLM takes the step's load into its own window.
         """
+        if self.stood_aside and not (is_dummy or vllm_records):
+            for model in self._models.values():
+                model.recording.drop_load()
         for model in self.counted():
             self.fuse.attempt(model.after_forward, is_dummy=is_dummy, vllm_records=vllm_records)
         well = [model.loads.end_step(well=not self.fuse.blown) for model in self.counted()]
@@ -231,7 +235,10 @@ def _count_by(
         if reason is not None:
             return model, None, _Reasons(kernel=reason)
         topology = place.topology(expect("vllm.distributed.parallel_state", "get_node_count")())
-        kernel = KernelRecording(state, place, model.window.counts, topology, compare=compare)
+        spare = state.physical_to_logical_map.shape[1] > state.model.num_logical_experts
+        weighted = spare and config.shares_interval is not None
+        counts = model.window.counts
+        kernel = KernelRecording(state, place, counts, topology, compare=compare, weighted=weighted)
     except Exception as error:
         logger.exception("Gimbal: vLLM's recording of %s is not replaced", state.model_name)
         return model, None, _Reasons(kernel=f"{type(error).__name__}: {error}")
