@@ -18,6 +18,7 @@ import torch
 from gimbal_kernels.counting import ReplicaMap, map_and_count
 from gimbal_kernels.counting.record import ID_TYPES
 from gimbal_kernels.counting.replica_tables import SHARE_BITS
+from gimbal_kernels.counting.replica_tables import SHARE_BITS
 from gimbal_kernels.topology import Topology
 
 from ..service import nearest_shares
@@ -186,6 +187,9 @@ class KernelRecording:
         count = self._state.logical_replica_count
         self.tables.nearest.copy_(count[:, None].expand_as(self.tables.nearest))
         self.tables.slots.copy_(self._state.physical_to_logical_map)
+        if self.tables.thresholds is not None:  # even shares
+            ends = torch.arange(1, self.tables.max_replicas + 1, device=count.device) << SHARE_BITS
+            self.tables.thresholds.copy_(ends.expand_as(self.tables.thresholds))
         if self.tables.thresholds is not None:  # even shares
             ends = torch.arange(1, self.tables.max_replicas + 1, device=count.device) << SHARE_BITS
             self.tables.thresholds.copy_(ends.expand_as(self.tables.thresholds))

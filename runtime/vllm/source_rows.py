@@ -164,6 +164,9 @@ class SourceRows:
         if self.stood_aside and not (is_dummy or vllm_records):
             for model in self._models.values():
                 model.recording.drop_load()
+        if self.stood_aside and not (is_dummy or vllm_records):
+            for model in self._models.values():
+                model.recording.drop_load()
         for model in self.counted():
             self.fuse.attempt(model.after_forward, is_dummy=is_dummy, vllm_records=vllm_records)
         well = [model.loads.end_step(well=not self.fuse.blown) for model in self.counted()]

@@ -15,6 +15,8 @@ from gimbal_runtime.vllm.kernel_recording import STOCK_RECORDING, KernelRecordin
 from gimbal_runtime.vllm.model_traffic import ModelTraffic
 from gimbal_runtime.vllm.rank_place import RankPlace
 
+from gimbal_kernels.counting import ReplicaMap
+
 from .recording_models import (
     EXPERTS,
     LAYERS,
@@ -208,11 +210,20 @@ def test_tables_follow_every_map_that_vllm_commits_in_place(followed: Any) -> No
     assert addresses == [t.data_ptr() for t in (recording.tables.replicas, recording.tables.nearest)]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 def test_a_map_whose_tables_cannot_be_built_is_still_followed(
-    followed: Any, monkeypatch: pytest.MonkeyPatch
+    followed: Any, monkeypatch: pytest.MonkeyPatch, weighted: bool
 ) -> None:
     state = make_model(TWO_COPIES)
     recording, _ = make_recording(state, TWO_GROUPS)
+    if weighted:  # tables with shares: all picks to the last copy
+        shares = torch.zeros(LAYERS, 2, 8)
+        for layer in range(LAYERS):
+            for expert in range(EXPERTS):
+                shares[layer, :, max(i for i, e in enumerate(TWO_COPIES[layer]) if e == expert)] = 1.0
+        recording.tables = ReplicaMap.from_slots(
+            TWO_COPIES, TWO_GROUPS.topology(1), num_experts=EXPERTS, shares=shares
+        )
     eplb_state = followed(recording)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -222,7 +233,9 @@ def test_a_map_whose_tables_cannot_be_built_is_still_followed(
     row = torch.tensor([3, 3, 2, 1, 0, 0, 1, 2])
     eplb_state._commit_eplb_maps_for_layer(state, row, 0)
     ids = random_picks(50)
-    assert torch.equal(row[route(state, 0, ids).long()].int(), ids)
+    slots = route(state, 0, ids)
+    assert torch.equal(row[slots.long()].int(), ids)
+    assert torch.bincount(slots.flatten(), minlength=8).min() > 0  # all copies take turns
     assert torch.equal(torch.tensor(TWO_COPIES[1])[route(state, 1, ids).long()].int(), ids)
 
 

@@ -168,6 +168,33 @@ def test_the_kernel_records_on_all_ranks_or_on_none(
     assert answers == [(not by_kernel, not by_kernel)] * RANKS
 
 
+def test_vllm_finds_the_load_of_its_own_steps_when_all_have_stood_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from gimbal_runtime.vllm.kernel_recording import KernelRecording
+    from gimbal_runtime.vllm.model_traffic import ModelTraffic
+
+    from .recording_models import make_model, random_picks, route, use_vllms_recording_on
+
+    use_vllms_recording_on("cpu", monkeypatch)
+    state, place = make_model(), RankPlace(0, 1, 1, 0, 1)
+    rows = SourceRows(SimpleNamespace(model_states={}), GimbalConfig(mode="ep"), place, None)
+    model = ModelTraffic(state, place, None, 1)
+    recording = KernelRecording(state, place, model.window.counts, place.topology(1), compare=False)
+    recording.attach()
+    model.recording = recording
+    rows._models["key"] = model
+    rows.stood_aside = True
+    recording.leave_on()
+    state.num_unpadded_tokens_tensors[0].fill_(3)
+    for vllm_records in (False, False, True):
+        rows.before_forward("key")
+        route(state, 0, random_picks(3))
+        rows.after_step(is_dummy=False, vllm_records=vllm_records)
+    assert state.expert_load_pass.sum() == 3 * 2
+
+
 def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only() -> None:
     state = SimpleNamespace(
         model_states={}, expert_rearrangement_step=75, expert_rearrangement_step_interval=100, updated=0
