@@ -11,6 +11,7 @@ import pytest
 import torch
 from gimbal_runtime.cli import main
 from gimbal_runtime.tools import traffic_files
+from gimbal_runtime.tools.errors import InputError
 from gimbal_runtime.tools.placement_figures import figures_of
 from gimbal_runtime.tools.traffic_files import read_traffic
 from traffic_dumps import CURRENT, logical_loads, physical_loads, write_all
@@ -223,6 +224,26 @@ def test_a_bad_dump_is_one_line_and_exit_code_2(content, message, tmp_path, caps
     path = tmp_path / "dump.pt"
     torch.save(content, path)
     assert message in refused([path, "--ranks", "2"], capsys)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_damaged_dumps_are_refused_whatever_is_broken(new_format, tmp_path):
+    path = tmp_path / "dump.pt"
+    content = {"logical_count": torch.ones(2, 3, 4, dtype=torch.int32)}
+    torch.save(content, path, _use_new_zipfile_serialization=new_format)
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    messages = []
+    for _ in range(150):
+        damaged = bytearray(whole)
+        at = int(rng.integers(len(whole)))
+        damaged[at : at + int(rng.integers(1, 9))] = rng.bytes(int(rng.integers(0, 4)))
+        path.write_bytes(bytes(damaged))
+        try:
+            read_traffic(path)
+        except InputError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert not any("\n" in message for message in messages)
 
 
 def test_a_dump_that_would_run_code_is_refused(tmp_path, capsys):
