@@ -9,7 +9,7 @@ the prefill node of least predicted time; `on arrival`, every request routed onc
 waits.
 
 Every answer is compared with that of a single server which computes everything itself, nothing of it cached. Times
-are seconds as the client and the nodes saw them.
+are seconds as the client and the nodes saw them. The rows of shapes that are not run stay in the file.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import aiohttp
@@ -260,12 +262,12 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['shape']} {row['mode']:10} {row['identical']}/{row['requests']} identical  {values}"
 
 
-def origin(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Where the figures come from."""
+def origin(shape: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Where a shape's figures come from."""
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    options = [f"--shapes {' '.join(arguments.shapes)}"]
+    options = [f"--shapes {shape}"]
     options += [
         f"--{name} {getattr(arguments, name.replace('-', '_'))}"
         for name in ("repetitions", "requests", "rate", "max-fit-error")
@@ -291,14 +293,22 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help="lock file to hold while times are measured")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "pd.json")
     arguments = parser.parse_args()
-    begun = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, _interrupt)
+    kept = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"runs": {}, "rows": []}
+    identical = True
     for shape in arguments.shapes:
+        begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            rows += asyncio.run(run_shape(shape, arguments, Path(folder)))
-    result = {"origin": origin(arguments, time.monotonic() - begun), "rows": rows}
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row["identical"] == row["requests"] for row in rows) else 1
+            rows = asyncio.run(run_shape(shape, arguments, Path(folder)))
+        kept["runs"][shape] = origin(shape, arguments, time.monotonic() - begun)
+        kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape] + rows
+        arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        identical = identical and all(row["identical"] == row["requests"] for row in rows)
+    return 0 if identical else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # the servers are stopped on the way out
 
 
 if __name__ == "__main__":
