@@ -34,13 +34,13 @@ inline std::vector<int> single_copies(const ReplicaLayer& y) {
   return slots;
 }
 
-// All stages from one start: the balance weighs more in each, and the last one counts.
-inline void search_replicas(ReplicaLayer& y, ReplicaSearch& search, std::vector<int> start) {
-  for (const double stage : kReplicaStageWeight) {
-    y.weigh(stage);
+// All stages from one start: the balance weighs more in each, and the last one counts. `first`: the stage to begin with.
+inline void search_replicas(ReplicaLayer& y, ReplicaSearch& search, std::vector<int> start, int first) {
+  for (int stage = first; stage < kReplicaStages; ++stage) {
+    y.weigh(kReplicaStageWeight[stage]);
     search.load(start.data());
     search.fill(-1);
-    search.descend(false);
+    search.descend();
     start = search.slots();
   }
 }
@@ -53,23 +53,24 @@ struct ReplicaEffort {
   bool expired() const { return timed && std::chrono::steady_clock::now() >= deadline; }
 };
 
-// Slots of the best placement found: from the current slots and from single copies, ties to the first, then kicked. The
-// current placement when nothing is better and it has no expert twice on a rank. [slots], -1 where a cap left a slot free
-inline std::vector<int> best_replicas(ReplicaLayer& y, const std::int32_t* current, const ReplicaEffort& effort) {
+// Slots of the best placement found, then kicked: from the current slots; from `start`, at the last stage; and from single
+// copies where there is neither or kicks follow. Ties: the first. The current placement when nothing is better and it has
+// no expert twice on a rank. [slots], -1 where a cap left a slot free
+inline std::vector<int> best_replicas(ReplicaLayer& y, const std::int32_t* current, const std::int32_t* start,
+                                      const ReplicaEffort& effort) {
   ReplicaSearch search(y);
   std::vector<int> best, held;
   std::int64_t lowest = 0;
-  const auto consider = [&](const std::vector<int>& start) {
-    search_replicas(y, search, start);
+  const auto consider = [&](const std::vector<int>& from, int stage) {
+    search_replicas(y, search, from, stage);
     if (!best.empty() && search.objective() >= lowest) return;
     best = search.slots();
     lowest = search.objective();
   };
-  if (current != nullptr) {
-    held.assign(current, current + y.slots());
-    consider(held);
-  }
-  consider(single_copies(y));
+  if (current != nullptr) held.assign(current, current + y.slots());
+  if (current != nullptr) consider(held, 0);
+  if (start != nullptr) consider(std::vector<int>(start, start + y.slots()), kReplicaStages - 1);
+  if (best.empty() || effort.kicks > 0) consider(single_copies(y), 0);
   search.load(best.data());
   search.kick(effort.kicks, 1, [&] { return effort.expired(); });
   best = search.slots();
@@ -115,10 +116,10 @@ inline void write_slots(const Layer& layer, const std::vector<int>& found, std::
 }
 
 inline void place_replicas_layer(const Layer& layer, const Windows& windows, const Weights& weights, double drift,
-                                 const ReplicaEffort& effort, std::int32_t* slots) {
+                                 const std::int32_t* start, const ReplicaEffort& effort, std::int32_t* slots) {
   ReplicaLayer y;
   if (!y.build(layer, windows, weights, drift)) return keep_or_identity(layer, slots);
-  write_slots(layer, best_replicas(y, layer.current, effort), slots);
+  write_slots(layer, best_replicas(y, layer.current, start, effort), slots);
 }
 
 // Arrays over all layers, as Python hands them over. shape: layers, sources, experts, ranks, slots per rank, windows.
@@ -149,15 +150,17 @@ struct ReplicaBatch {
 }  // namespace gimbal::placement
 
 // Bumped whenever the signature or the meaning of an argument changes.
-extern "C" std::int32_t gimbal_replicas_abi() { return 1; }
+extern "C" std::int32_t gimbal_replicas_abi() { return 2; }
 
 // shape: those of ReplicaBatch, then kicks and most moves (-1: any number). weights: alpha, beta, gamma. drift: relative
-// change of an expert's load. seconds: time after which no kick starts, counted from the call, or negative. slots: [layers,
-// slots], written. threads: 0 is one per core. Returns 0, or 1 when memory ran out.
+// change of an expert's load. start: [layers, slots] where the search begins too, or null. seconds: time after which no kick
+// starts, counted from the call, or negative. slots: [layers, slots], written. threads: 0 is one per core. Returns 0, or 1
+// when memory ran out.
 extern "C" std::int32_t gimbal_replicas_place(const std::int64_t* shape, const double* traffic, const double* distance,
                                               const double* window_loads, const double* window_weights,
                                               const std::int32_t* current, const double* weights, double drift,
-                                              double seconds, std::int32_t threads, std::int32_t* slots) {
+                                              const std::int32_t* start, double seconds, std::int32_t threads,
+                                              std::int32_t* slots) {
   using namespace gimbal::placement;
   const ReplicaBatch batch{shape, traffic, distance, window_loads, window_weights, current};
   ReplicaEffort effort{static_cast<int>(shape[6]), static_cast<int>(shape[7]), seconds >= 0.0 && seconds < 1e9, {}};
@@ -165,8 +168,9 @@ extern "C" std::int32_t gimbal_replicas_place(const std::int64_t* shape, const d
     effort.deadline = std::chrono::steady_clock::now() +
                       std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
   return batch.for_each(threads, [&](std::size_t l, const Layer& layer, const Windows& windows) {
-    place_replicas_layer(layer, windows, {weights[0], weights[1], weights[2]}, drift, effort,
-                         slots + l * layer.shape.slots());
+    const std::size_t first = l * layer.shape.slots();
+    place_replicas_layer(layer, windows, {weights[0], weights[1], weights[2]}, drift,
+                         start == nullptr ? nullptr : start + first, effort, slots + first);
   });
 }
 

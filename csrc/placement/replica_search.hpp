@@ -17,12 +17,19 @@ namespace gimbal::placement {
 // No move costs as much as this, and adding any half to it does not wrap.
 constexpr u32 kNoMove = 1u << 30;
 
+// Loops over lanes, as vectors of what the processor has.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define GIMBAL_LANE_LOOP __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define GIMBAL_LANE_LOOP
+#endif
+
 // t[i] += factor * row[i]
-inline void add_scaled(u32* t, const u32* row, u32 factor, int count) {
+GIMBAL_LANE_LOOP inline void add_scaled(u32* t, const u32* row, u32 factor, int count) {
   for (int i = 0; i < count; ++i) t[i] += factor * row[i];
 }
 
-inline std::int32_t lowest_of(const u32* t, int count) {
+GIMBAL_LANE_LOOP inline std::int32_t lowest_of(const u32* t, int count) {
   std::int32_t low = INT32_MAX;
   for (int i = 0; i < count; ++i) {
     const std::int32_t here = static_cast<std::int32_t>(t[i]);
@@ -80,27 +87,12 @@ class ReplicaSearch : public ReplicaState {
     }
   }
 
-  // Rank after rank, slot after slot, each slot's best move at once, until no rank is left to look at. Ties: a swap
-  // before a copy, then the lowest rank and slot to swap with, the lowest expert to copy. A move makes all ranks worth
-  // another look, or where `nearby` only those whose loads it changes.
-  void descend(bool nearby) {
-    if (!nearby) std::fill(look_.begin(), look_.end(), 1);
-    for (bool any = true; any;) {
-      any = false;
-      for (int a = 0; a < y_.ranks; ++a) {
-        if (!look_[size(a)]) continue;
-        any = true;
-        look_[size(a)] = 0;
-        prepare(a);
-        for (int p = a * y_.size; p < (a + 1) * y_.size; ++p) {
-          const Move move = best_move(p, -1);
-          if (move.lane < 0) continue;
-          apply(p, move);
-          refresh(a);
-          if (!nearby) std::fill(look_.begin(), look_.end(), 1);
-        }
-      }
-    }
+  // Rank after rank, slot after slot, each slot's best move at once, until no rank is left to look at: all at first, then
+  // those whose loads a move has changed. Ties: a swap before a copy, then the lowest rank and slot to swap with, the
+  // lowest expert to copy.
+  void descend() {
+    std::fill(look_.begin(), look_.end(), 1);
+    descend_nearby();
   }
 
   // Leaves local optima: 2 to 4 forced moves, a descent nearby; what does not improve the objective is undone. Ends early
@@ -117,7 +109,7 @@ class ReplicaSearch : public ReplicaState {
         const int slot = random.below(y_.slots());
         force(slot, random.below(y_.ranks));
       }
-      descend(true);
+      descend_nearby();
       const std::int64_t value = objective();
       if (value < lowest) {
         lowest = value;
@@ -198,6 +190,22 @@ class ReplicaSearch : public ReplicaState {
         if (slot_[size(p)] == e) make_lane(p, a);
       make_lane(total + e, a);
     }
+  }
+
+  // As descend, from the ranks that are marked.
+  void descend_nearby() {
+    while (std::find(look_.begin(), look_.end(), 1) != look_.end())
+      for (int a = 0; a < y_.ranks; ++a) {
+        if (!look_[size(a)]) continue;
+        look_[size(a)] = 0;
+        prepare(a);
+        for (int p = a * y_.size; p < (a + 1) * y_.size; ++p) {
+          const Move move = best_move(p, -1);
+          if (move.lane < 0) continue;
+          apply(p, move);
+          refresh(a);
+        }
+      }
   }
 
   // The best move of the copy in slot p to rank x, or where it is on x already into a copy of another expert, even if it

@@ -12,7 +12,7 @@ from .. import _host_library
 from .objective import window_weights
 from .problem import PlacementProblem, Weights
 
-ABI = 1
+ABI = 2
 
 
 @lru_cache(maxsize=1)
@@ -22,7 +22,7 @@ def _bind() -> tuple[Any, str]:
         return None, reason
     pointer = ctypes.c_void_p
     place = library.gimbal_replicas_place
-    place.argtypes = [*[pointer] * 7, ctypes.c_double, ctypes.c_double, ctypes.c_int32, pointer]
+    place.argtypes = [*[pointer] * 7, ctypes.c_double, pointer, ctypes.c_double, ctypes.c_int32, pointer]
     place.restype = ctypes.c_int32
     fill = library.gimbal_water_fill
     fill.argtypes = [*[pointer] * 7, ctypes.c_double, ctypes.c_double, ctypes.c_int32, pointer]
@@ -46,13 +46,15 @@ def solve(
     problem: PlacementProblem,
     kicks: int,
     *,
+    start: Any = None,
     max_moves: int | None = None,
     time_budget: float | None = None,
     threads: int = 0,
 ) -> Any:
     """Slot map int32 [L, P] by method "portfolio" with spare slots, as `replica_search.solve`.
 
-    time_budget: seconds after which no kick starts, or None. threads = 0: one per core, at most 8.
+    start: int32 [L, P] where the search begins too, or None. time_budget: seconds after which no kick starts, or
+    None. threads = 0: one per core, at most 8.
 
     Raises:
         RuntimeError: the library is not available (`status` says why).
@@ -62,7 +64,9 @@ def solve(
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
     arrays = _arrays(problem, problem.current, kicks, -1 if max_moves is None else max_moves)
     seconds = -1.0 if time_budget is None else time_budget
-    failed = place(*_addresses(arrays), problem.drift, seconds, threads, slots.ctypes.data)
+    failed = place(
+        *_addresses(arrays), problem.drift, *_addresses([start]), seconds, threads, slots.ctypes.data
+    )
     if failed:
         raise MemoryError("compiled placement with spare slots: out of memory")
     return slots

@@ -156,11 +156,10 @@ def fill(search: Search, most: int | None) -> None:
         search.apply({expert: search.moved(expert, None, rank)})
 
 
-def descend(search: Search, look: Any, nearby: bool) -> None:
+def descend(search: Search, look: Any) -> None:
     """Rank after rank, slot after slot, each slot's best move at once, until no rank is left to look at.
 
-    look: [R] ranks to look at, used up. A move makes all ranks worth another look, or where `nearby` only those
-    whose loads it changes.
+    look: [R] ranks to look at, used up; a move adds those whose loads it changes.
     """
     y = search.y
     while look.any():
@@ -171,8 +170,7 @@ def descend(search: Search, look: Any, nearby: bool) -> None:
             for slot in range(rank * y.size, (rank + 1) * y.size):
                 best = min(search.moves(slot), default=(0, 0, 0, 0))
                 if best[0] < 0:
-                    touched = search.make(slot, best)
-                    look |= touched if nearby else True
+                    look |= search.make(slot, best)
 
 
 def kick(search: Search, kicks: int, seed: int) -> Search:
@@ -185,7 +183,7 @@ def kick(search: Search, kicks: int, seed: int) -> Search:
         for _ in range(2 + random.below(3)):
             slot = random.below(len(search.slots))
             look |= _force(search, slot, random.below(y.ranks))
-        descend(search, look, nearby=True)
+        descend(search, look)
         if search.objective() < best.objective():
             best = search
     return best
@@ -235,18 +233,22 @@ def single_copies(y: ReplicaLayer) -> Any:
     return slots
 
 
-def solve_layer(problem: PlacementProblem, layer: int, kicks: int, max_moves: int | None) -> Any | None:
+def solve_layer(problem: PlacementProblem, layer: int, kicks: int, start: Any, max_moves: int | None) -> Any:
     """Slots [P], -1 where a cap left one free; None where the layer has no traffic and stays.
 
-    The better of two starts, the current slots and single copies, then kicked; ties: the first. The current
-    placement when nothing is better than it and it has no expert twice on a rank.
+    From the current slots; from `start`, at the last stage; and from single copies where there is neither or kicks
+    follow. Ties: the first. Then kicked. The current placement when nothing is better than it and it has no expert
+    twice on a rank.
     """
     stages = [y for stage in STAGE_WEIGHT if (y := to_integers(problem, layer, stage)) is not None]
     if not stages:
         return None
     current = None if problem.current is None else problem.current[layer]
-    fresh = single_copies(stages[-1])
-    found = [_search_from(stages, start) for start in ([fresh] if current is None else [current, fresh])]
+    found = [] if current is None else [_search_from(stages, current)]
+    if start is not None:
+        found.append(_search_from(stages[-1:], start))
+    if not found or kicks > 0:
+        found.append(_search_from(stages, single_copies(stages[-1])))
     best = kick(min(found, key=Search.objective), kicks, seed=1)
     if current is None:
         return best.slots
@@ -265,7 +267,7 @@ def _search_from(stages: list[ReplicaLayer], start: Any) -> Search:
     for y in stages:
         search = Search(y, start)
         fill(search, None)
-        descend(search, np.ones(y.ranks, dtype=bool), nearby=False)
+        descend(search, np.ones(y.ranks, dtype=bool))
         start = search.slots
     return search
 
@@ -299,14 +301,18 @@ def solve(
     problem: PlacementProblem,
     kicks: int,
     *,
+    start: Any = None,
     max_moves: int | None = None,
     time_budget: float | None = None,
 ) -> Any:
-    """Slot map int32 [L, P] by method "portfolio" with spare slots. A time budget is not kept: never fast."""
+    """Slot map int32 [L, P] by method "portfolio" with spare slots. A time budget is not kept: never fast.
+
+    start: [L, P] where the search begins too, or None.
+    """
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
     for layer in range(problem.num_layers):
         current = None if problem.current is None else problem.current[layer]
-        found = solve_layer(problem, layer, kicks, max_moves)
+        found = solve_layer(problem, layer, kicks, None if start is None else start[layer], max_moves)
         if found is None:
             slots[layer] = (
                 current if current is not None else np.arange(problem.num_slots) % problem.num_experts

@@ -95,7 +95,7 @@ def kicks_for(effort: str, experts: int, slots: int) -> int:
     On large layers a kick costs as much as a good part of the search and gains less than 0.1 %; small ones have
     local optima that are tens of percent above the best.
     """
-    usual = min(400, 320_000 // (slots * (slots + experts)))
+    usual = min(400, 150_000 // (slots * (slots + experts)))
     return {"fast": 0, "default": usual, "best": 16 * max(1, usual)}[effort]
 
 

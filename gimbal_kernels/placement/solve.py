@@ -10,12 +10,15 @@ from .objective import evaluate
 from .portfolio import Effort
 from .problem import Placement, PlacementProblem
 from .replicas import kicks_for
+from .two_level import start_by_node
 
 METHODS = ("portfolio", "paper", "greedy", "eplb", "stay")
 EFFORTS = ("fast", "default", "best")
 BACKENDS = ("auto", "host", "reference")
 # Sums of shares over ranks stay within 32 bits.
 MOST_RANKS = 1024
+# From so many ranks on the search with spare slots starts by node: fewer than that it handles as well at once.
+MANY_RANKS = 16
 # One copy per expert is what their scores are about.
 WITHOUT_REPLICAS = ("paper", "greedy")
 
@@ -75,15 +78,23 @@ def place(
     if method != "portfolio":
         return evaluate(problem, chosen.solve(problem, method))
     if problem.num_slots > problem.num_experts:
-        solver: Any = (
-            replica_search if chosen is reference or replica_host.status() != "ready" else replica_host
-        )
-        count = kicks_for(effort, problem.num_experts, problem.num_slots)
-        slots = solver.solve(problem, count, max_moves=max_moves, time_budget=time_budget)
-        return evaluate(problem, slots)
+        return evaluate(problem, _with_spare_slots(problem, chosen, effort, max_moves, time_budget))
     kicks = Effort.named(effort, problem.num_ranks)
     slots = chosen.solve_portfolio(problem, kicks, max_moves=max_moves, time_budget=time_budget)
     return evaluate(problem, slots)
+
+
+def _with_spare_slots(
+    problem: PlacementProblem, one_copy: Any, effort: str, max_moves: int | None, time_budget: float | None
+) -> Any:
+    """Slots int32 [L, P], "portfolio"; on many ranks from a start by node too, unless "fast" has another."""
+    compiled = one_copy is host and replica_host.status() == "ready"
+    solver: Any = replica_host if compiled else replica_search
+    kicks = kicks_for(effort, problem.num_experts, problem.num_slots)
+    start = None
+    if problem.num_ranks >= MANY_RANKS and (effort != "fast" or problem.current is None):
+        start = start_by_node(problem, solver, one_copy)
+    return solver.solve(problem, kicks, start=start, max_moves=max_moves, time_budget=time_budget)
 
 
 def _check_limits(
