@@ -10,6 +10,7 @@ import numpy as np
 from .checks import EMPTY_BELOW
 from .objective import window_weights
 from .problem import PlacementProblem, Weights
+from .two_level import ranks_per_node
 
 # Up to so many classes of equally distant ranks the sets that copies can cover are tried one by one; and up to so
 # many, together with the new copies that each set takes.
@@ -97,7 +98,28 @@ def remote_by_copies(problem: PlacementProblem, layer: int) -> Any:
             near = np.stack([classes[:, chosen].min(axis=1) for chosen in map(list, sets)])
             remote[:, copies - 1] = (near @ picks).min(axis=0)
         return remote
-    # A copy is at the least distance from at most `served` sources; the others pay their second least distance.
+    return np.maximum(_remote_by_service(classes, picks, ranks), _remote_by_node(problem, layer))
+
+
+def _remote_by_node(problem: PlacementProblem, layer: int) -> Any:
+    """As `remote_by_copies`, every rank as near as the nearest of its node; 0 where there are too many nodes."""
+    size = ranks_per_node(problem.topology)
+    if size is None or problem.num_ranks // size > ENUMERATED_CLASSES:
+        return 0.0
+    near = problem.topology.distance.reshape(problem.num_sources, -1, size).min(axis=2)
+    nodes = near.shape[1]
+    least = []
+    for copies in range(1, nodes + 1):
+        covered = np.stack(
+            [near[:, chosen].min(axis=1) for chosen in map(list, combinations(range(nodes), copies))]
+        )
+        least.append((covered @ problem.traffic[layer]).min(axis=0))
+    return np.stack(least + [least[-1]] * (problem.num_ranks - nodes), axis=1)
+
+
+def _remote_by_service(classes: Any, picks: Any, ranks: int) -> Any:
+    """As `remote_by_copies`: a copy is nearest to a few sources, the others pay their second least distance."""
+    remote: Any = np.empty((picks.shape[1], ranks))
     ordered = np.sort(classes, axis=1)
     least = ordered[:, 0]
     above = np.where(classes > least[:, None], classes, np.inf).min(axis=1)

@@ -29,6 +29,22 @@ def test_never_above_the_best_slot_map(joint, monkeypatch):
     assert close > 40
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_never_above_it_on_nodes_with_many_different_ranks(size, monkeypatch):
+    monkeypatch.setattr("gimbal_kernels.placement.replica_bound.ENUMERATED_CLASSES", 3)
+    topology = Topology.grid(nodes=2, gpus_per_node=2, sources=4)
+    experts = 5 if size == 2 else 3
+    rng = np.random.default_rng(16)
+    by_node = 0
+    for _ in range(20):
+        traffic = rng.poisson(40 * np.exp(rng.standard_normal((1, 4, experts))))
+        problem = PlacementProblem(1 + traffic, topology, size, weights=Weights(1, 0.1, 0))
+        best, bound = best_cost(problem), lower_bound(problem).item()
+        assert bound <= best * (1 + 1e-9)
+        by_node += bound > 0.5 * best
+    assert by_node > 10
+
+
 def test_second_copies_on_a_rank_are_no_way_below_it():
     rng = np.random.default_rng(13)
     maps = np.array([row for row in np.ndindex(3, 3, 3, 3, 3, 3) if len(set(row)) == 3])
