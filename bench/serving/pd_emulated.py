@@ -13,10 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import platform
+import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +236,22 @@ async def run(shape: str, mode: str, load: list[tuple[float, int, int]]) -> dict
     }
 
 
+def origin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where the figures come from."""
+    commit = subprocess.run(
+        ["git", "-C", str(RESULT.parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    command = f"python bench/serving/pd_emulated.py --shapes {' '.join(arguments.shapes)}"
+    command += f" --load {arguments.load} --requests {arguments.requests} --seed {arguments.seed}"
+    return {
+        "note": "emulated nodes: iterations are sleeps by an assumed model; proxy, HTTP and reports are real",
+        "commit": commit,
+        "command": command,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "aiohttp": metadata.version("aiohttp")},
+    }
+
+
 def main() -> int:
     """Runs every shape in every mode on the same arrivals."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -247,12 +267,7 @@ def main() -> int:
         for mode in MODES:
             rows.append(asyncio.run(run(shape, mode, load)))
             print(json.dumps(rows[-1]), flush=True)
-    command = (
-        f"python bench/serving/pd_emulated.py --shapes {' '.join(arguments.shapes)} --load {arguments.load}"
-    )
-    command += f" --requests {arguments.requests} --seed {arguments.seed}"
-    note = "emulated nodes: iterations are sleeps by an assumed model; proxy, HTTP and reports are real"
-    arguments.json.write_text(json.dumps({"note": note, "command": command, "rows": rows}, indent=1) + "\n")
+    arguments.json.write_text(json.dumps(origin(arguments) | {"rows": rows}, indent=1) + "\n")
     return 0
 
 
