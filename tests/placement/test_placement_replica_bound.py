@@ -45,6 +45,16 @@ def test_never_above_it_on_nodes_with_many_different_ranks(size, monkeypatch):
     assert by_node > 10
 
 
+def test_one_expert_too_heavy_for_its_copies():
+    rng = np.random.default_rng(17)
+    for _ in range(20):
+        load = [int(rng.integers(500, 2000)), *rng.integers(1, 40, 4).tolist()]
+        # One spare slot, so two copies at most on three ranks.
+        problem = PlacementProblem([[load]], Topology(np.zeros((1, 3))), 2, weights=Weights(0, 4, 0))
+        best, bound = best_cost(problem), lower_bound(problem).item()
+        assert 0.3 * best < bound <= best * (1 + 1e-9)
+
+
 def test_second_copies_on_a_rank_are_no_way_below_it():
     rng = np.random.default_rng(13)
     maps = np.array([row for row in np.ndindex(3, 3, 3, 3, 3, 3) if len(set(row)) == 3])
