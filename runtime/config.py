@@ -14,7 +14,7 @@ from typing import Any
 
 MODES = ("off", "dp", "ep", "uncoordinated", "full")
 RECORDINGS = ("auto", "kernel", "loads", "compare")
-METHODS = ("paper", "portfolio", "greedy", "eplb")
+METHODS = ("portfolio", "greedy", "paper", "eplb")
 TRANSFERS = ("auto", "stock", "process_group", "shared_memory", "peer_memory")
 AFFINITIES = ("prefix", "session", "off")
 ENV_PREFIX = "GIMBAL_"
@@ -199,7 +199,7 @@ class GimbalConfig:
         _flag(),
         "prefill and decode nodes: measure iterations and answer `gimbal route` at /gimbal/node",
     )
-    method: str = _setting("paper", _choice(METHODS), "placement method")
+    method: str = _setting("portfolio", _choice(METHODS), "placement method (docs/placement.md)")
     alpha: float | None = _setting(None, _WEIGHT, "placement: weight of remote picks (unset: the method's)")
     beta: float | None = _setting(None, _WEIGHT, "placement: weight of imbalance (unset: the method's)")
     gamma: float | None = _setting(
@@ -208,7 +208,7 @@ class GimbalConfig:
         "placement: price of a moved expert (unset: by its bytes; for method paper the paper's)",
     )
     horizon: float = _setting(
-        10.0,
+        3.0,
         _number("a finite number > 0", above=True),
         "placement: windows that a placement is expected to live; a move has to earn back its bytes in them",
     )

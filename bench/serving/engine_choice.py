@@ -133,7 +133,7 @@ def _server(setting: Setting, variant: str, logs: Path) -> VllmServer:
             "--no-enable-prefix-caching",
         ],
         # Both engines get prompts of every kind: balance is all that placement can give here.
-        env={"GIMBAL_BETA": "0.25", **env},
+        env={"GIMBAL_METHOD": "paper", "GIMBAL_BETA": "0.25", **env},
         log_path=logs / f"{variant}.log",
     )
 

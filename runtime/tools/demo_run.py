@@ -26,11 +26,6 @@ WARM_UP = tuple(
 """Sent before the measurement: the first batch of each size costs extra. No prompt of the replay begins so."""
 
 
-PLACEMENT = {"GIMBAL_BETA": "0.25"}
-"""Weight of imbalance. Both engines get prompts of every kind, so nothing is nearer to one of them than to the
-other, and balance is all that placement can give; the paper's own 0.0025 hardly asks for it on this model."""
-
-
 class Clock:
     """Prints progress lines with the seconds since its creation."""
 
@@ -124,7 +119,7 @@ def run_mode(
     shutil.rmtree(traffic, ignore_errors=True)
     traffic.mkdir(parents=True)
     # Where vLLM's own balancer places the experts only counting is added, for traffic figures to compare with.
-    more = {"GIMBAL_OBSERVE": "1"} if mode in ("off", "dp") else PLACEMENT
+    more = {"GIMBAL_OBSERVE": "1"} if mode in ("off", "dp") else {}
     server = VllmServer(
         settings.model,
         mode,

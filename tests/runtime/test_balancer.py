@@ -179,6 +179,21 @@ def test_even_load_with_noise_moves_nothing() -> None:
         assert (decision.reason, decision.moved) == ("unchanged", 0)
 
 
+def test_spare_slots_serve_hot_experts_where_they_are_picked() -> None:
+    """Both sources pick the same two experts; one slot more a rank, two ranks a source."""
+    balancer = make(spare=1)
+    slots = np.tile([0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5], (LAYERS, 1))
+    traffic = uneven(100)
+    decision = balancer.decide(traffic, slots)
+    assert decision.reason == "placed"
+    for row in decision.slots.reshape(LAYERS, RANKS, 3).tolist():
+        assert all(len(set(rank)) == 3 for rank in row)  # never two copies on a rank
+        for source in (row[:2], row[2:]):
+            assert {0, 1} <= {expert for rank in source for expert in rank}
+    before, after = balancer.measure(traffic, slots), balancer.measure(traffic, decision.slots)
+    assert after.remote_pick_share < 0.6 * before.remote_pick_share
+
+
 def costs(bandwidth: float, **settings: Any) -> dict[str, Any]:
     """A rank's link in GB/s, and a millisecond per pick."""
     return {"gamma": 0.0, "bandwidth": bandwidth, "pick_time": 1000.0, "horizon": 2.0} | settings

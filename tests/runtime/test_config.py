@@ -24,11 +24,11 @@ def test_defaults() -> None:
         "recording": "auto",
         "first_window": None,
         "node_statistics": False,
-        "method": "paper",
+        "method": "portfolio",
         "alpha": None,
         "beta": None,
         "gamma": None,
-        "horizon": 10.0,
+        "horizon": 3.0,
         "max_moves": None,
         "bandwidth": None,
         "pick_time": None,
@@ -125,7 +125,7 @@ def test_a_section_that_is_no_object_is_refused(section: Any) -> None:
 
 INVALID = [
     ("mode", "fast", "off, dp, ep, uncoordinated, full"),
-    ("method", "milp", "paper, portfolio, greedy, eplb"),
+    ("method", "milp", "portfolio, greedy, paper, eplb"),
     ("horizon", 0, "a finite number > 0"),
     ("max_moves", -1, "an integer >= 0"),
     ("bandwidth", 0, "a finite number > 0"),

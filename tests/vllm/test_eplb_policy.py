@@ -89,10 +89,14 @@ def test_experts_move_to_the_source_that_picks_them() -> None:
     assert all(set(row[:4]) == {4, 5, 6, 7} for row in decision.slots.tolist())
 
 
-def test_vllm_decides_when_only_observing_and_with_spare_slots() -> None:
+def test_vllm_decides_when_only_observing_and_where_the_method_has_no_use_for_spare_slots() -> None:
     assert decide(make_rows(GimbalConfig(mode="off", observe=True)), make_traffic(), current_slots()) is None
     with_spare = np.tile(np.arange(12) % EXPERTS, (LAYERS, 1))
-    assert decide(make_rows(GimbalConfig(mode="ep")), make_traffic(), with_spare) is None
+    for method in ("paper", "greedy"):
+        rows = make_rows(GimbalConfig(mode="ep", method=method))
+        assert decide(rows, make_traffic(), with_spare) is None
+    placed = decide(make_rows(GimbalConfig(mode="ep")), make_traffic(), with_spare)
+    assert placed.reason == "placed"
 
 
 def test_every_rank_decides_the_same() -> None:
@@ -105,7 +109,7 @@ def run_rank(rank: int, folder: Path, scenario: str, results: Any) -> None:
     """One of two ranks asks the policy; rank 1 is the odd one out."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    config = GimbalConfig(mode="ep", gamma=0.0)
+    config = GimbalConfig(mode="ep", method="paper", gamma=0.0)
     rows = make_rows(config, rank=2 * rank)
     model = add_model(rows, make_traffic())
     if rank == 1 and scenario == "fails":
