@@ -15,14 +15,16 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from replica_traffic import Topics, random_windows
 
 from gimbal_kernels.placement import (
+    Placement,
     PlacementProblem,
     Weights,
     evaluate,
@@ -40,75 +42,6 @@ EARLY, ROUTING_BETA = 0.05, 20.0
 # One moved expert costs as much as this many remote picks (9.44 MB against 8 KiB); a mean rank load on top of the
 # fullest rank costs as much as 0.6 of all picks being remote.
 MOVE_PICKS, IMBALANCE_PICKS = 1152.0, 0.6
-
-
-# ---- traffic
-
-
-def random_windows(seed: int, layers: int, experts: int, sources: int, count: int) -> list[Any]:
-    """Windows [L, S, E] of 6.8 million picks: the second follows a law, the others are 15 % off; sources 12 %."""
-    rng = np.random.default_rng(seed)
-    popularity = rng.standard_normal((layers, experts))
-    windows = []
-    for window in range(count):
-        drifted = popularity + 0.15 * (window != 1) * rng.standard_normal((layers, experts))
-        noise = 0.12 * rng.standard_normal((sources, layers, experts))
-        share = np.exp(drifted + noise).transpose(1, 0, 2)
-        share /= share.sum(axis=2, keepdims=True)
-        windows.append(rng.multinomial(6_800_000 // sources, share))
-    return windows
-
-
-@dataclass
-class Topics:
-    """Requests of 24 topics; a topic tilts which experts are popular, and the mix of topics drifts."""
-
-    seed: int
-    layers: int = 8
-    experts: int = 128
-    topics: int = 24
-    rng: Any = field(init=False)
-    popularity: Any = field(init=False)  # [layers, topics, experts]
-    mix: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-        base = 0.9 * self.rng.standard_normal((self.layers, 1, self.experts))
-        tilt = self.rng.standard_normal((self.layers, self.topics, self.experts))
-        share = np.exp(base + tilt)
-        self.popularity = share / share.sum(axis=2, keepdims=True)
-        for _ in range(20):  # a token picks 8 different experts: no share above 1/8, with some room
-            clipped = np.minimum(self.popularity, 0.9 / 8)
-            self.popularity = clipped / clipped.sum(axis=2, keepdims=True)
-        self.mix = self.rng.dirichlet(np.ones(self.topics))
-
-    def drift(self, rate: float) -> None:
-        moved = np.exp(np.log(self.mix + 1e-4) + rate * self.rng.standard_normal(self.topics))
-        self.mix = moved / moved.sum()
-
-    def window(self, *, affine: bool, requests: int = 1000, sources: int = 2) -> Any:
-        """[L, S, E] picks of so many requests of about 850 tokens, dispatched at random or mostly by topic."""
-        rng = self.rng
-        topic = rng.choice(self.topics, requests, p=self.mix)
-        tokens = np.maximum(16, rng.lognormal(np.log(850) - 0.72, 1.2, requests)).astype(int)
-        source = rng.integers(0, sources, requests)
-        if affine:
-            source = np.where(rng.random(requests) < 0.9, topic % sources, source)
-        picks: Any = np.zeros((self.layers, sources, self.experts))
-        for s in range(sources):
-            for t in range(self.topics):
-                mine = tokens[(source == s) & (topic == t)]
-                if mine.size:
-                    picks[:, s] += self._picks(t, mine)
-        return picks
-
-    def _picks(self, topic: int, tokens: Any) -> Any:
-        """[L, E]; requests of a topic differ, which so many of them average out."""
-        effective = tokens.sum() ** 2 / (tokens.astype(float) ** 2).sum()
-        noise = 0.35 / np.sqrt(effective) * self.rng.standard_normal((self.layers, self.experts))
-        share = self.popularity[:, topic] * np.exp(noise)
-        share /= share.sum(axis=1, keepdims=True)
-        return self.rng.multinomial(int(tokens.sum()) * 8, share)
 
 
 def first_part(window: Any, rng: Any) -> Any:
@@ -172,11 +105,12 @@ def next_windows(experts: int, ranks: int, sources: int, spare: tuple[int, ...],
 
 @dataclass
 class Policy:
-    """What happens at the end of a window: a new placement from what was seen, or None for staying."""
+    """What happens at the end of a window. Of several betas and histories each layer takes the placement that would
+    have cost least in the last six windows, its moves included."""
 
     spare: int = 0
-    beta: float = 4.0
-    history: int = 6
+    betas: tuple[float, ...] = (4.0,)
+    histories: tuple[int, ...] = (6,)
     rate: float = 0.5  # of the running mean of the skew between sources
     memory: float = 0.98  # of the confirmation of that skew
     shares: bool = False
@@ -187,10 +121,40 @@ class Policy:
 POLICIES = {
     "static": Policy(static=True),
     "portfolio, one copy, beta 4": Policy(),
-    "portfolio, one copy, beta 10": Policy(beta=10.0),
+    "portfolio, one copy, beta 10": Policy(betas=(10.0,)),
+    "portfolio, one copy, by hindsight": Policy(betas=(4.0, 1.0, 2.0, 10.0, 20.0), histories=(6, 0)),
     "portfolio, 16 spare": Policy(spare=16, drifts=True),
     "portfolio, 16 spare, shares refitted": Policy(spare=16, drifts=True, shares=True),
 }
+
+
+def replaced(policy: Policy, problem: PlacementProblem, windows: list[Any]) -> tuple[PlacementProblem, Any]:
+    """The problem with its next placement as the current one, and the moves [L]; windows: the newest first."""
+    now, *earlier = windows
+    drift = measure_drift(earlier[0], now) if policy.drifts and earlier else 0.0
+    several = len(policy.betas) * len(policy.histories) > 1
+    lowest: Any = np.full(problem.num_layers, np.inf)
+    slots, moves = np.array(problem.current), np.zeros(problem.num_layers)
+    for history in policy.histories:
+        for beta in policy.betas:
+            weights = Weights.for_expert(MOVE_PICKS, 1.0, 1.0, now, beta=beta)
+            past = tuple(earlier[: max(0, history - 1)])
+            found = place(replace(problem, weights=weights, history=past, drift=drift))
+            cost = hindsight(problem, found, windows) if several else np.zeros(problem.num_layers)
+            better = cost < lowest
+            lowest = np.where(better, cost, lowest)
+            slots[better], moves[better] = found.slots.numpy()[better], found.moves.numpy()[better]
+    return replace(problem, current=slots), moves
+
+
+def hindsight(problem: PlacementProblem, found: Placement, windows: list[Any]) -> Any:
+    """What a placement would have cost in past windows, in picks per pick, [L]; newer ones count more."""
+    weight = 0.8 ** np.arange(len(windows))
+    cost = MOVE_PICKS * found.moves.numpy() / windows[0].sum(axis=(1, 2))
+    for share, window in zip(weight / weight.sum(), windows, strict=True):
+        served = evaluate(replace(problem, traffic=window), found.slots)
+        cost = cost + share * (served.comm + IMBALANCE_PICKS * (served.max_over_mean - 1)).numpy()
+    return cost
 
 
 def live(policy: Policy, windows: list[Any], topology: Topology) -> dict[str, float]:
@@ -207,13 +171,8 @@ def live(policy: Policy, windows: list[Any], topology: Topology) -> dict[str, fl
         trusted, state = shrink(now, state, rate=policy.rate, memory=policy.memory)
         moves = np.zeros(layers)
         if not policy.static:
-            drift = measure_drift(kept[0], now) if policy.drifts and kept else 0.0
-            weights = Weights.for_expert(MOVE_PICKS, 1.0, 1.0, now, beta=policy.beta)
-            past = tuple(kept[: policy.history - 1]) if policy.history else ()
-            placed = place(replace(problem, traffic=trusted, weights=weights, history=past, drift=drift))
-            moves = placed.moves.numpy()
-            problem = replace(problem, current=placed.slots)
-        kept = [now, *kept][:6]
+            problem, moves = replaced(policy, replace(problem, traffic=trusted), [now, *kept])
+        kept = [now, *kept][:5]
         judged = replace(problem, traffic=later, drift=0.0)
         shares = None
         if policy.shares:
