@@ -3,7 +3,8 @@
     python bench/placement_report.py [--seeds 3] [--nodes 1000] [--layers N] [--json FILE]
 
 Per shape: mean and largest gap to the lower bound at weights (1, 4, 0.02), and the wall time of both efforts as a
-multiple of vLLM's policy in the same process; processor time is that of all threads together.
+multiple of vLLM's policy in the same process; processor time is that of all threads together. Then
+how the time grows with experts, ranks and layers, and what a time budget buys.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ SHAPES = (
     Shape("256x8", 58, 256, 8, 2, 0.8, True),
     Shape("256x32", 58, 256, 32, 4, 0.6, False),
     Shape("256x64", 58, 256, 64, 8, 0.5, False),
+)
+
+
+# What is varied in the table of growth: layers, experts, ranks; two sources.
+GROWTH = (
+    ("layers", ((12, 128, 4), (24, 128, 4), (48, 128, 4), (96, 128, 4))),
+    ("experts", ((16, 64, 8), (16, 128, 8), (16, 256, 8), (16, 512, 8))),
+    ("ranks", ((16, 256, 4), (16, 256, 8), (16, 256, 16), (16, 256, 32), (16, 256, 64))),
 )
 
 
@@ -111,6 +120,34 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_growth(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for varied, sizes in GROWTH:
+        for layers, experts, ranks in sizes:
+            problem = make_problem(Shape("", layers, experts, ranks, 2, 0.8, False), 0, None)
+            row = {"varied": varied, "layers": layers, "experts": experts, "ranks": ranks}
+            for effort in ("fast", "default"):
+                row[effort] = timed(lambda e=effort, p=problem: place(p, effort=e), repeats)["wall_ms"]
+            rows.append(row)
+            print(
+                f"growth with {varied:7s} {layers:3d} layers {experts:3d} experts {ranks:2d} ranks: "
+                f"fast {row['fast']:.2f} ms, default {row['default']:.2f} ms"
+            )
+    return rows
+
+
+def measure_budget(layers: int | None) -> list[dict[str, float]]:
+    """Wall time and mean cost of effort "best" under time budgets, 256 experts on 32 ranks."""
+    problem = make_problem(SHAPES[2], 0, layers)
+    rows = []
+    for budget in (0.0, 0.03, 0.1, 0.3, 1.0):
+        began = time.perf_counter()
+        cost = float(place(problem, effort="best", time_budget=budget).cost.mean())
+        rows.append({"budget_s": budget, "wall_s": time.perf_counter() - began, "cost": cost})
+        print(f"budget {budget:.2f} s: {rows[-1]['wall_s']:.3f} s, mean cost {cost:.6f}")
+    return rows
+
+
 def show(row: dict[str, Any]) -> None:
     print(f"{row['shape']}, {row['layers']} layers, bound {row['bound']}")
     for effort, gap in row["gap_percent"].items():
@@ -138,9 +175,11 @@ def main() -> None:
         if shape.name in options.shapes:
             rows.append(measure(shape, options))
             show(rows[-1])
+    growth, budget = measure_growth(options.repeats), measure_budget(options.layers)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     settings = {k: v for k, v in vars(options).items() if k != "json"}
     result = {"commit": commit, "machine": platform.machine(), "settings": settings, "rows": rows}
+    result |= {"growth": growth, "time_budget": budget}
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -36,9 +36,9 @@ class Effort:
 
     @staticmethod
     def named(name: str, ranks: int) -> Effort:
-        """ "fast", "default" or "best" (SPEC section 3.3)."""
-        usual = min(480, 12 * ranks)
-        return {"fast": Effort(0, 0), "default": Effort(usual, 1), "best": Effort(8 * usual, 2)}[name]
+        """ "fast", "default" or "best" (SPEC section 3.3, with fewer kicks in "default": see docs/decisions.md)."""
+        usual, many = min(128, 8 * ranks), 8 * min(480, 12 * ranks)
+        return {"fast": Effort(0, 0), "default": Effort(usual, 1), "best": Effort(many, 2)}[name]
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ def place(
             of the cost (section 3.2, one window); "eplb", balance only, with replicas when there are spare
             slots; "stay", the current placement.
         effort: how long "portfolio" searches: "fast" stops at the first local optimum, "default" kicks out of it
-            min(480, 12 R) times, "best" 16 times as often in all, from two seeds.
+            min(128, 8 R) times, "best" 8 min(480, 12 R) times from each of two seeds.
         max_moves: experts per layer that "portfolio" may move off their current ranks, or None for any number.
             Where its free choice moves more, steepest descent from the current placement is taken instead, up
             to that many.
