@@ -1,4 +1,5 @@
-// Method "portfolio" with spare slots: its starts and its choice; C interface of it and of the shares. Part of host.cpp.
+// Method "portfolio" with spare slots: its starts and its choice; C interface of it and of the shares. Part of
+// host.cpp.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 
 namespace gimbal::placement {
 
-// One copy per expert, heaviest first, each to the lightest rank that has fewer than ceil(E/R); ties: fewer copies, then
-// the lowest rank. The other slots stay free. [slots]
+// One copy per expert, heaviest first, each to the lightest rank that has fewer than ceil(E/R); ties: fewer copies,
+// then the lowest rank. The other slots stay free. [slots]
 inline std::vector<int> single_copies(const ReplicaLayer& y) {
   std::vector<double> load(static_cast<std::size_t>(y.experts)), rank_load(static_cast<std::size_t>(y.ranks), 0.0);
   for (int e = 0; e < y.experts; ++e) load[static_cast<std::size_t>(e)] = y.total_load(e);
@@ -26,7 +27,8 @@ inline std::vector<int> single_copies(const ReplicaLayer& y) {
     for (std::size_t r = 0; r < rank_load.size(); ++r) {
       if (filled[r] == most) continue;
       const bool first = best == rank_load.size();
-      if (first || rank_load[r] < rank_load[best] || (rank_load[r] == rank_load[best] && filled[r] < filled[best])) best = r;
+      if (first || rank_load[r] < rank_load[best] || (rank_load[r] == rank_load[best] && filled[r] < filled[best]))
+        best = r;
     }
     slots[best * static_cast<std::size_t>(y.size) + static_cast<std::size_t>(filled[best]++)] = static_cast<int>(e);
     rank_load[best] += load[e];
@@ -34,7 +36,8 @@ inline std::vector<int> single_copies(const ReplicaLayer& y) {
   return slots;
 }
 
-// All stages from one start: the balance weighs more in each, and the last one counts. `first`: the stage to begin with.
+// All stages from one start: the balance weighs more in each, and the last one counts. `first`: the stage to begin
+// with.
 inline void search_replicas(ReplicaLayer& y, ReplicaSearch& search, std::vector<int> start, int first) {
   for (int stage = first; stage < kReplicaStages; ++stage) {
     y.weigh(kReplicaStageWeight[stage]);
@@ -53,9 +56,9 @@ struct ReplicaEffort {
   bool expired() const { return timed && std::chrono::steady_clock::now() >= deadline; }
 };
 
-// Slots of the best placement found, then kicked: from the current slots; from `start`, at the last stage; and from single
-// copies where there is neither or kicks follow. Ties: the first. The current placement when nothing is better and it has
-// no expert twice on a rank. [slots], -1 where a cap left a slot free
+// Slots of the best placement found, then kicked: from the current slots; from `start`, at the last stage; and from
+// single copies where there is neither or kicks follow. Ties: the first. The current placement when nothing is better
+// and it has no expert twice on a rank. [slots], -1 where a cap left a slot free
 inline std::vector<int> best_replicas(ReplicaLayer& y, const std::int32_t* current, const std::int32_t* start,
                                       const ReplicaEffort& effort) {
   ReplicaSearch search(y);
@@ -131,7 +134,8 @@ struct ReplicaBatch {
   std::size_t size(int i) const { return static_cast<std::size_t>(shape[i]); }
   Layer layer(std::size_t l) const {
     const Shape one{size(1), size(2), size(3), size(4)};
-    return {one, traffic + l * one.sources * one.experts, distance, current == nullptr ? nullptr : current + l * one.slots()};
+    const std::int32_t* held = current == nullptr ? nullptr : current + l * one.slots();
+    return {one, traffic + l * one.sources * one.experts, distance, held};
   }
   // Calls body(layer number, layer, windows) for each layer. Returns 0, or 1 when memory ran out.
   template <typename Body>
@@ -152,10 +156,10 @@ struct ReplicaBatch {
 // Bumped whenever the signature or the meaning of an argument changes.
 extern "C" std::int32_t gimbal_replicas_abi() { return 2; }
 
-// shape: those of ReplicaBatch, then kicks and most moves (-1: any number). weights: alpha, beta, gamma. drift: relative
-// change of an expert's load. start: [layers, slots] where the search begins too, or null. seconds: time after which no kick
-// starts, counted from the call, or negative. slots: [layers, slots], written. threads: 0 is one per core. Returns 0, or 1
-// when memory ran out.
+// shape: those of ReplicaBatch, then kicks and most moves (-1: any number). weights: alpha, beta, gamma. drift:
+// relative change of an expert's load. start: [layers, slots] where the search begins too, or null. seconds: time after
+// which no kick starts, counted from the call, or negative. slots: [layers, slots], written. threads: 0 is one per
+// core. Returns 0, or 1 when memory ran out.
 extern "C" std::int32_t gimbal_replicas_place(const std::int64_t* shape, const double* traffic, const double* distance,
                                               const double* window_loads, const double* window_weights,
                                               const std::int32_t* current, const double* weights, double drift,
@@ -164,9 +168,10 @@ extern "C" std::int32_t gimbal_replicas_place(const std::int64_t* shape, const d
   using namespace gimbal::placement;
   const ReplicaBatch batch{shape, traffic, distance, window_loads, window_weights, current};
   ReplicaEffort effort{static_cast<int>(shape[6]), static_cast<int>(shape[7]), seconds >= 0.0 && seconds < 1e9, {}};
+  using Clock = std::chrono::steady_clock;
   if (effort.timed)
-    effort.deadline = std::chrono::steady_clock::now() +
-                      std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+    effort.deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   return batch.for_each(threads, [&](std::size_t l, const Layer& layer, const Windows& windows) {
     const std::size_t first = l * layer.shape.slots();
     place_replicas_layer(layer, windows, {weights[0], weights[1], weights[2]}, drift,
@@ -174,8 +179,8 @@ extern "C" std::int32_t gimbal_replicas_place(const std::int64_t* shape, const d
   });
 }
 
-// shape: those of ReplicaBatch, then the most rounds. slots: [layers, slots]. still: part of all picks; a round that moves
-// less is the last. shares: [layers, sources, slots], written. The rest as in gimbal_replicas_place.
+// shape: those of ReplicaBatch, then the most rounds. slots: [layers, slots]. still: part of all picks; a round that
+// moves less is the last. shares: [layers, sources, slots], written. The rest as in gimbal_replicas_place.
 extern "C" std::int32_t gimbal_water_fill(const std::int64_t* shape, const double* traffic, const double* distance,
                                           const double* window_loads, const double* window_weights,
                                           const std::int32_t* slots, const double* weights, double drift, double still,

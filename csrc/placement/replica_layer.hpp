@@ -215,7 +215,8 @@ class ReplicaLayer {
   bool has_current_ = false;
   double total_ = 0.0, beta_ = 0.0, units_ = 1.0, unit_remote_ = 0.0, unit_square_ = 0.0;
   std::vector<const double*> loads_;
-  std::vector<double> mean_, weight_, unit_load_;  // [windows], [windows], [windows, experts]: per pick, then per window
+  std::vector<double> mean_, weight_;       // [windows]
+  std::vector<double> unit_load_;           // [windows, experts], of this window per pick, of earlier ones of all picks
   std::vector<double> by_expert_, remote_;         // [experts, sources], [experts, ranks]
   std::vector<int> order_, mean_units_, even_units_;
   std::vector<std::uint8_t> was_on_;  // [experts, ranks]

@@ -1,9 +1,9 @@
 // Search over the copies of the experts of one layer (SPEC section 4): fill free slots, swap two copies, turn a copy of
 // one expert into a copy of another.
 //
-// Specified by gimbal_kernels/placement/replica_search.py. For a rank `a`, the halves of everything that could come to `a`
-// are made once, a lane for each. A copy on `a` then meets all lanes at the price of the few rows in which it changes a
-// load itself.
+// Specified by gimbal_kernels/placement/replica_search.py. For a rank `a`, the halves of everything that could come to
+// `a` are made once, a lane for each. A copy on `a` then meets all lanes at the price of the few rows in which it
+// changes a load itself.
 #pragma once
 
 #include <cstdint>
@@ -59,8 +59,8 @@ class ReplicaSearch : public ReplicaState {
     sum_.resize(size(std::max(y_.size, y_.experts)));
   }
 
-  // Gives every free slot the copy that changes the objective by least. A copy's change is computed again only when it is
-  // the lowest known; ties: lowest expert, then rank. `most`: copies that may be new, or -1.
+  // Gives every free slot the copy that changes the objective by least. A copy's change is computed again only when it
+  // is the lowest known; ties: lowest expert, then rank. `most`: copies that may be new, or -1.
   void fill(int most) {
     std::vector<std::vector<int>> room(size(y_.ranks));
     for (int p = y_.slots() - 1; p >= 0; --p)
@@ -87,16 +87,16 @@ class ReplicaSearch : public ReplicaState {
     }
   }
 
-  // Rank after rank, slot after slot, each slot's best move at once, until no rank is left to look at: all at first, then
-  // those whose loads a move has changed. Ties: a swap before a copy, then the lowest rank and slot to swap with, the
-  // lowest expert to copy.
+  // Rank after rank, slot after slot, each slot's best move at once, until no rank is left to look at: all at first,
+  // then those whose loads a move has changed. Ties: a swap before a copy, then the lowest rank and slot to swap with,
+  // the lowest expert to copy.
   void descend() {
     std::fill(look_.begin(), look_.end(), 1);
     descend_nearby();
   }
 
-  // Leaves local optima: 2 to 4 forced moves, a descent nearby; what does not improve the objective is undone. Ends early
-  // when `expired` says so.
+  // Leaves local optima: 2 to 4 forced moves, a descent nearby; what does not improve the objective is undone. Ends
+  // early when `expired` says so.
   template <typename Expired>
   void kick(int count, u32 seed, const Expired& expired) {
     ReplicaLcg random{seed};
@@ -183,7 +183,8 @@ class ReplicaSearch : public ReplicaState {
 
   // The halves after a move: new for the two experts, the others as the loads have changed.
   void refresh(int a) {
-    for (const Row& row : moved_) add_scaled(half_.data(), change_.data() + size(row.row) * size(lanes_), row.d, lanes_);
+    for (const Row& row : moved_)
+      add_scaled(half_.data(), change_.data() + size(row.row) * size(lanes_), row.d, lanes_);
     const int total = y_.slots();
     for (const int e : {moved_experts_[0], moved_experts_[1]}) {
       for (int p = 0; p < total; ++p)
@@ -208,8 +209,8 @@ class ReplicaSearch : public ReplicaState {
       }
   }
 
-  // The best move of the copy in slot p to rank x, or where it is on x already into a copy of another expert, even if it
-  // raises the objective.
+  // The best move of the copy in slot p to rank x, or where it is on x already into a copy of another expert, even if
+  // it raises the objective.
   void force(int p, int x) {
     const int e = slot_[size(p)], a = p / y_.size, total = y_.slots();
     if (e < 0) return;
@@ -233,7 +234,8 @@ class ReplicaSearch : public ReplicaState {
     for (int x = 0; x < y_.ranks; ++x) {
       if (has(e, x)) continue;
       const u32 half = static_cast<u32>(half_of(e, a, x));
-      meet_lanes(x * y_.size, y_.size, half, x, most < 0 ? 2 : most - added_ - !y_.was_on(e, x) + !y_.was_on(e, a), best);
+      const int slack = most < 0 ? 2 : most - added_ - !y_.was_on(e, x) + !y_.was_on(e, a);
+      meet_lanes(x * y_.size, y_.size, half, x, slack, best);
     }
     if (count_[size(e)] > 1) {
       const u32 half = static_cast<u32>(half_of(e, a, -1));

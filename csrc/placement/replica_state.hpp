@@ -1,10 +1,10 @@
 // The copies of all experts of one layer, the loads that they make, and what another set of copies would change.
 //
-// With d the changes of the rank loads that a new set of copies makes and L the loads, both in the units in which J grows
-// by the squares of (L - mean), the half of an expert is
+// With d the changes of the rank loads that a new set of copies makes and L the loads, both in the units in which J
+// grows by the squares of (L - mean), the half of an expert is
 //   half = change of its cost + sum_row d (2 (L - mean) + d),
-// and two experts that change together change J by the sum of their halves and 2 sum_row d_e d_f. All of it is modulo 2^32:
-// only sums that fit are compared.
+// and two experts that change together change J by the sum of their halves and 2 sum_row d_e d_f. All of it is modulo
+// 2^32: only sums that fit are compared.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Shares of the picks of every (source, expert) over the copies of the expert (SPEC section 4).
 //
-// Specified by gimbal_kernels/placement/water_fill.py, which has the derivation: the same float64 operations in the same
-// order, no fused multiply-add.
+// Specified by gimbal_kernels/placement/water_fill.py, which has the derivation: the same float64 operations in the
+// same order, no fused multiply-add.
 #pragma once
 
 #include <algorithm>
@@ -42,8 +42,10 @@ class WaterFill {
     for (std::size_t s = 0; s < layer_.shape.sources; ++s)
       for (std::size_t e = 0; e < layer_.shape.experts; ++e)
         for (std::size_t i = first_[e]; i < first_[e + 1]; ++i)
-          for (const std::size_t p : copy_[i].slots)
-            shares[s * layer_.shape.slots() + p] = share_[s * copy_.size() + i] / static_cast<double>(copy_[i].slots.size());
+          for (const std::size_t p : copy_[i].slots) {
+            const double all = share_[s * copy_.size() + i];
+            shares[s * layer_.shape.slots() + p] = all / static_cast<double>(copy_[i].slots.size());
+          }
   }
 
  private:

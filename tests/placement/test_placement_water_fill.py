@@ -79,6 +79,32 @@ def test_no_shares_are_better():
     assert tried > 300
 
 
+def test_costs_by_shares_equal_the_naive_sums():
+    rng = np.random.default_rng(7)
+    for problem, slots in problems(40, seed=8):
+        shares = rng.random((problem.num_layers, problem.num_sources, problem.num_slots)) + 0.01
+        part = shares / np.take_along_axis(sums(problem, slots, shares), slots[:, None], axis=2)
+        found = evaluate(problem, slots, shares=shares)  # scaled inside
+        even = evaluate(problem, slots, shares=nearest_shares(problem, slots))
+        assert np.allclose(even.cost, evaluate(problem, slots).cost)
+        for layer in range(problem.num_layers):
+            total = problem.traffic[layer].sum()
+            load, comm = np.zeros(problem.num_ranks), 0.0
+            for source in range(problem.num_sources):
+                for slot, expert in enumerate(slots[layer]):
+                    rank = slot // problem.slots_per_rank
+                    picks = problem.traffic[layer, source, expert] * part[layer, source, slot]
+                    load[rank] += picks
+                    comm += picks * problem.topology.distance[source, rank]
+            if total > 0:
+                assert found.comm[layer].item() == pytest.approx(comm / total)
+                mean = total / problem.num_ranks
+                assert found.imbalance[layer].item() == pytest.approx(
+                    ((load / mean - 1) ** 2).mean(), abs=1e-12
+                )
+                assert found.max_over_mean[layer].item() == pytest.approx(load.max() / mean)
+
+
 def test_one_block_by_hand():
     # One source with 10 picks of expert 0 on both ranks and 2 of expert 1 on rank 1 only; distance 0 and 1.
     problem = PlacementProblem([[[10, 2]]], Topology([[0, 1]]), 2, weights=Weights(1, 4, 0))
