@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +39,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from gimbal_runtime.deflection import DeflectionConfig
 from gimbal_runtime.tools.pd_servers import PdServers
 from gimbal_runtime.tools.replay import Request, load_prompts
 from gimbal_runtime.tools.route_dispatch import DispatchConfig
@@ -60,6 +61,7 @@ LONG_SHARE = 0.4
 """Of the prompts, which are several texts in a row; up to about 1,800 tokens."""
 WARM_UP = 48
 TTFT_SLO, TBT_SLO = 1.0, 0.1
+LOCK_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def make_proxy(servers: PdServers, arguments: argparse.Namespace, mode: str) -> 
         RouteSettings(
             prefill=tuple(server.url for server in servers.prefill),
             decode=tuple(server.url for server in servers.decode),
-            dispatch=DispatchConfig(**MODES[mode]),
+            dispatch=DispatchConfig(deflection=DeflectionConfig(beta=arguments.beta), **MODES[mode]),
             tbt_slo=TBT_SLO,
             bandwidth=arguments.bandwidth,
             max_fit_error=arguments.max_fit_error,
@@ -213,29 +215,37 @@ async def run_repetition(
         mode: make_load(arguments.requests, arguments.rate, repetition, f"{shape} {mode} {repetition}")
         for mode in order
     }
-    with quiet(arguments.lock):
+    with quiet(arguments.lock) as alone_here:
         measured = {mode: await measure(servers, arguments, mode, loads[mode]) for mode in order}
     rows = []
     for mode, (seen, records, fits) in measured.items():
         expected = await alone(servers.decode[0].url, loads[mode])
-        row = {"shape": shape, "mode": mode, "repetition": repetition}
+        row = {"shape": shape, "mode": mode, "repetition": repetition, "quiet": alone_here}
         rows.append(row | figures(seen, records, expected) | {"fits": fits})
         print(line(rows[-1]), flush=True)
     return rows
 
 
 @contextlib.contextmanager
-def quiet(lock: Path | None) -> Iterator[None]:
-    """Holds a lock file meanwhile, where other jobs of the machine respect it."""
+def quiet(lock: Path | None) -> Iterator[bool]:
+    """Holds a lock file meanwhile, where other jobs of the machine respect it; whether it could be had in time."""
     if lock is None:
-        yield
+        yield False
         return
-    with lock.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+    with lock.open("a") as file:
+        deadline, held = time.monotonic() + LOCK_SECONDS, False
+        while not held and time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                time.sleep(0.002)
+        yield held
 
 
-async def run_shape(shape: str, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+async def run_shape(
+    shape: str, arguments: argparse.Namespace, folder: Path, keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     """All modes and repetitions on one set of servers."""
     prefill, decode = int(shape[0]), int(shape[2])
     cores = ["0"] * prefill + ["1"] * decode if (os.cpu_count() or 1) >= 2 else None
@@ -250,6 +260,7 @@ async def run_shape(shape: str, arguments: argparse.Namespace, folder: Path) -> 
             await replay(url, make_load(16, 50.0, 0, f"{shape} first"))
         for repetition in range(arguments.repetitions):
             rows += await run_repetition(shape, repetition, servers, arguments)
+            keep(rows)
             for stored in (folder / "kv").iterdir():
                 shutil.rmtree(stored)
     return rows
@@ -270,7 +281,7 @@ def origin(shape: str, arguments: argparse.Namespace, seconds: float) -> dict[st
     options = [f"--shapes {shape}"]
     options += [
         f"--{name} {getattr(arguments, name.replace('-', '_'))}"
-        for name in ("repetitions", "requests", "rate", "max-fit-error")
+        for name in ("repetitions", "requests", "rate", "beta", "max-fit-error")
     ]
     return {
         "commit": commit,
@@ -290,6 +301,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=10.0, help="mean arrivals per second")
     parser.add_argument("--bandwidth", type=float, help="bytes per second of the link (default: measured)")
     parser.add_argument("--max-fit-error", type=float, default=0.5)
+    parser.add_argument(
+        "--beta", type=float, default=0.6, help="share of the limit that an iteration may take"
+    )
     parser.add_argument("--lock", type=Path, help="lock file to hold while times are measured")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "pd.json")
     arguments = parser.parse_args()
@@ -298,11 +312,16 @@ def main() -> int:
     identical = True
     for shape in arguments.shapes:
         begun = time.monotonic()
+        others = [row for row in kept["rows"] if row["shape"] != shape]
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            """What there is stays when the next repetition does not end."""
+            kept["runs"][shape] = origin(shape, arguments, time.monotonic() - begun)  # noqa: B023
+            kept["rows"] = others + rows  # noqa: B023
+            arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
         with tempfile.TemporaryDirectory() as folder:
-            rows = asyncio.run(run_shape(shape, arguments, Path(folder)))
-        kept["runs"][shape] = origin(shape, arguments, time.monotonic() - begun)
-        kept["rows"] = [row for row in kept["rows"] if row["shape"] != shape] + rows
-        arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            rows = asyncio.run(run_shape(shape, arguments, Path(folder), keep))
         identical = identical and all(row["identical"] == row["requests"] for row in rows)
     return 0 if identical else 1
 
