@@ -34,7 +34,8 @@ def _line(shape: str, mode: str, group: list[dict[str, Any]]) -> str:
     cells += [f"{average('ttft_p95'):.2f}{spread}"]
     cells += [f"{average(name):.2f}" for name in ("ttft_mean", "queueing", "prefill", "transfer")]
     cells += [f"{100 * average(name):.1f} %" for name in ("in_slo", "late_tokens", "deflected")]
-    return f"| {' | '.join([*cells, format(1e3 * average('decision_median'), '.2f')])} |"
+    timed = all("decision_median" in row for row in group)
+    return f"| {' | '.join([*cells, format(1e3 * average('decision_median'), '.2f') if timed else '-'])} |"
 
 
 def tables() -> dict[str, list[str]]:
