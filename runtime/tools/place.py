@@ -110,7 +110,7 @@ def result_of(
         "before": {**summary(before), "per_layer": per_layer(before)},
         "after": {**summary(after), "per_layer": per_layer(after)},
         "lower_bound": bound.tolist(),
-        "bound_covers": "cost" if problem.num_slots == problem.num_experts else "remote picks only",
+        "bound_covers": "cost" if problem.num_slots == problem.num_experts else "all but balance",
         "gap": {"mean": float(gap[busy].mean()), "max": float(gap[busy].max()), "per_layer": gap.tolist()},
         "slots": placement.slots.tolist(),
     }
@@ -133,7 +133,7 @@ def show(result: dict[str, Any], *, per_layer_too: bool) -> None:
     gap = result["gap"]
     print(f"proven gap to the lowest cost: mean {gap['mean']:.3%}, worst layer {gap['max']:.3%}", end="")
     weak = result["bound_covers"] != "cost"
-    print(" (with spare slots the bound covers remote picks only)" if weak else "")
+    print(" (with spare slots the bound takes balance as free)" if weak else "")
     if per_layer_too:
         _show_layers(result)
 

@@ -117,7 +117,7 @@ def _figures_table(result: dict[str, Any]) -> str:
         for label, key, form in ROWS
         if result["source_axis"] or key not in ("remote_share", "comm")
     ]
-    covers = "" if result["bound_covers"] == "cost" else " (the bound covers remote picks only)"
+    covers = "" if result["bound_covers"] == "cost" else " (the bound takes balance as free)"
     gap = result["gap"]
     rows.append(("proven gap, mean over layers" + covers, "", f"{gap['mean']:.3%}"))
     rows.append(("proven gap, worst layer" + covers, "", f"{gap['max']:.3%}"))

@@ -81,7 +81,7 @@ def test_methods_limits_and_spare_slots(traffic, tmp_path):
     assert main([*free, "--spare", "8"]) == 0
     spare = json.loads(listed.read_text())
     assert np.shape(spare["slots"]) == (3, 24)
-    assert spare["bound_covers"] == "remote picks only"
+    assert spare["bound_covers"] == "all but balance"
     assert main([*free[:4], "--spare", "8", "--effort", "fast", "--json", str(listed)]) == 0
     copies = json.loads(listed.read_text())
     assert copies["after"]["comm"] < spare["after"]["comm"]
