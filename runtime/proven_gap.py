@@ -18,7 +18,7 @@ from gimbal_kernels.placement import PlacementProblem, evaluate, lower_bound
 class Gap:
     """Shares of the cost, (cost - lower bound) / cost, over the layers that saw picks: 0 is proven optimal.
 
-    With spare slots the bound covers remote picks alone and most of the gap is what it does not see.
+    With spare slots the bound takes balance as free, and part of the gap is what it does not see.
     """
 
     mean: float
