@@ -1,10 +1,13 @@
 """Placement in figures: proven gap and time of method "portfolio" against the installed vLLM's policy.
 
-    python bench/placement_report.py [--seeds 3] [--nodes 1000] [--layers N] [--json FILE]
+    python bench/placement_report.py [--parts gaps times growth budgets] [--seeds 3] [--nodes 1000] [--json FILE]
+    python bench/placement_report.py --table
 
-Per shape: mean and largest gap to the lower bound at weights (1, 4, 0.02), and the wall time of both efforts as a
-multiple of vLLM's policy in the same process; processor time is that of all threads together. Then
-how the time grows with experts, ranks and layers, and what a time budget buys.
+gaps: mean and largest gap to the lower bound at weights (1, 4, 0.02) per shape; takes many minutes, but no quiet
+machine. times: the wall time of both efforts as a multiple of vLLM's policy in the same process; processor time is
+that of all threads together. growth: how the time grows with experts, ranks and layers. budgets: what a time budget
+buys. Every part is stored with its own commit and settings; parts that are not run keep what they have. --table
+prints the stored gaps and times as docs/placement.md shows them.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def vllm_time(problem: PlacementProblem, repeats: int) -> dict[str, float] | Non
     return timed(lambda: DefaultEplbPolicy.rebalance_experts(*arguments), repeats)
 
 
-def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+def measure_gaps(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     gaps: dict[str, list[float]] = {"fast": [], "default": []}
     loose = []
     for seed in range(options.seeds):
@@ -107,17 +110,33 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
             found += list(100 * (cost - bound) / cost)
         for layer in np.flatnonzero(100 * (cost - bound) / cost > 1):
             loose.append([seed, int(layer), float(cost[layer]), float(lifted[layer]), float(bound[layer])])
-    problem = make_problem(shape, 0, options.layers)
-    times = {effort: timed(lambda e=effort: place(problem, effort=e), options.repeats) for effort in gaps}
-    return {
+    row = {
         "shape": shape.name,
         "bound": f"nodes={options.nodes}" if shape.nodes else "lifted",
         "layers": problem.num_layers,
         "gap_percent": {e: {"mean": float(np.mean(g)), "max": float(np.max(g))} for e, g in gaps.items()},
         "layers_above_1_percent": loose,  # seed, layer, cost, lifted bound, bound
-        "time": times,
-        "vllm": vllm_time(problem, options.repeats),
     }
+    print(f"{shape.name}, {row['layers']} layers, {options.seeds} seeds, bound {row['bound']}")
+    for effort, gap in row["gap_percent"].items():
+        print(f"  {effort:8s} gap mean {gap['mean']:.3f} % max {gap['max']:.2f} %")
+    for seed, layer, cost_of, lifted_bound, tight in loose:
+        print(
+            f"  seed {seed} layer {layer}: cost {cost_of:.6f}, lifted {lifted_bound:.6f}, bound {tight:.6f}"
+        )
+    return row
+
+
+def measure_times(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    problem = make_problem(shape, 0, options.layers)
+    efforts = ("fast", "default")
+    times = {effort: timed(lambda e=effort: place(problem, effort=e), options.repeats) for effort in efforts}
+    policy = vllm_time(problem, options.repeats)
+    print(f"{shape.name}, {problem.num_layers} layers")
+    for effort, spent in times.items():
+        ratio = f", {spent['wall_ms'] / policy['wall_ms']:.2f} x vLLM" if policy else ""
+        print(f"  {effort:8s} {spent['wall_ms']:.1f} ms wall, {spent['cpu_ms']:.1f} ms processor{ratio}")
+    return {"shape": shape.name, "layers": problem.num_layers, "time": times, "vllm": policy}
 
 
 def measure_growth(repeats: int) -> list[dict[str, Any]]:
@@ -148,40 +167,59 @@ def measure_budget(layers: int | None) -> list[dict[str, float]]:
     return rows
 
 
-def show(row: dict[str, Any]) -> None:
-    print(f"{row['shape']}, {row['layers']} layers, bound {row['bound']}")
-    for effort, gap in row["gap_percent"].items():
-        spent, policy = row["time"][effort], row["vllm"]
-        ratio = f", {spent['wall_ms'] / policy['wall_ms']:.2f} x vLLM" if policy else ""
-        print(
-            f"  {effort:8s} gap mean {gap['mean']:.3f} % max {gap['max']:.2f} %, "
-            f"{spent['wall_ms']:.1f} ms wall, {spent['cpu_ms']:.1f} ms processor{ratio}"
-        )
-    for seed, layer, cost, lifted, bound in row["layers_above_1_percent"]:
-        print(f"  seed {seed} layer {layer}: cost {cost:.6f}, lifted {lifted:.6f}, bound {bound:.6f}")
+def table(stored: dict[str, Any]) -> str:
+    """The stored gaps and times as one Markdown table."""
+    lines = [
+        "| shape | effort | gap, mean | gap, max | bound | time | vLLM's policy | ratio |",
+        "|" + "---|" * 8,
+    ]
+    times = {row["shape"]: row for row in stored["times"]["rows"]}
+    for row in stored["gaps"]["rows"]:
+        timing = times[row["shape"]]
+        policy = timing["vllm"]["wall_ms"]
+        for effort, gap in row["gap_percent"].items():
+            spent = timing["time"][effort]["wall_ms"]
+            lines.append(
+                f"| {row['layers']} x {row['shape']} | {effort} | {gap['mean']:.3f} % | {gap['max']:.2f} % "
+                f"| {row['bound']} | {spent:.1f} ms | {policy:.1f} ms | {spent / policy:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
+    "gaps": lambda options: [measure_gaps(shape, options) for shape in chosen(options)],
+    "times": lambda options: [measure_times(shape, options) for shape in chosen(options)],
+    "growth": lambda options: measure_growth(options.repeats),
+    "budgets": lambda options: measure_budget(options.layers),
+}
+
+
+def chosen(options: argparse.Namespace) -> list[Shape]:
+    return [shape for shape in SHAPES if shape.name in options.shapes]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
     parser.add_argument("--json", type=Path, default=RESULTS / "placement.json")
+    parser.add_argument("--table", action="store_true", help="print what is stored, measure nothing")
     options = parser.parse_args()
-    rows = []
-    for shape in SHAPES:
-        if shape.name in options.shapes:
-            rows.append(measure(shape, options))
-            show(rows[-1])
-    growth, budget = measure_growth(options.repeats), measure_budget(options.layers)
+    stored = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.table:
+        print(table(stored))
+        return
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    settings = {k: v for k, v in vars(options).items() if k != "json"}
-    result = {"commit": commit, "machine": platform.machine(), "settings": settings, "rows": rows}
-    result |= {"growth": growth, "time_budget": budget}
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "table", "parts")}
+    for part in options.parts:
+        rows = PARTS[part](options)
+        stored[part] = {"commit": commit, "machine": platform.machine(), "settings": settings, "rows": rows}
+        options.json.parent.mkdir(exist_ok=True)
+        options.json.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
