@@ -114,7 +114,8 @@ def map_and_count(
 
     counted = valid
     if num_tokens is not None:
-        counted = counted & (row < num_tokens)
+        limit = num_tokens if isinstance(num_tokens, torch.Tensor) else min(num_tokens, topk_ids.shape[0])
+        counted = counted & (row < limit)
     if enabled is not None:
         counted = counted & (enabled != 0)
     cell = (source * num_experts + expert).reshape(-1)

@@ -92,7 +92,7 @@ class ReplicaMap:
         Raises:
             ValueError: a wrong shape or type, an expert id outside [0, E), an expert without a slot, a layer
                 whose slots all hold one expert, P not a multiple of R, more than M copies, or shares that are
-            negative, not finite, or 0 for all copies of an expert.
+                negative, not finite, or 0 for all copies of an expert.
         """
         if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
             raise ValueError(f"num_experts: {num_experts!r}; valid: an integer >= 1")
@@ -141,20 +141,18 @@ class ReplicaMap:
             raise ValueError(f"layer: {layer!r}; valid: an integer from 0 to {self.num_layers - 1}")
         first, last = (0, self.num_layers) if layer is None else (layer, layer + 1)
         part = slice(first, last)
-        given = self.slots[part] if slots is None else to_host(slots, "slots")
-        if slots is not None and layer is not None:
-            given = given[None]
-        host = check_slots(given, self.topology, self.num_experts)
+        if layer is not None:
+            slots = _as_one_layer("slots", slots, self.num_slots)
+            shares = _as_one_layer("shares", shares, self.num_sources, self.num_slots)
+        host = check_slots(self.slots[part] if slots is None else slots, self.topology, self.num_experts)
         if host.shape != (last - first, self.num_slots):
-            valid = list(self.slots.shape) if layer is None else [self.num_slots]
             raise ValueError(
-                f"slots: shape {list(np.shape(slots))}; valid: {valid}, as the map was made with"
+                f"slots: shape {list(host.shape)}; valid: {list(self.slots.shape)}, as the map was made with"
             )
         weights = None
         if shares is not None:
             if self.thresholds is None:
                 raise ValueError("shares: given; valid: none, as the map was made without (see from_slots)")
-            shares = to_host(shares, "shares") if layer is None else to_host(shares, "shares")[None]
             weights = check_shares(shares, host, self.num_sources, self.num_experts)
         weighted = self.thresholds is not None
         sizes = (self.num_experts, self.max_replicas)
@@ -164,3 +162,17 @@ class ReplicaMap:
         if self.thresholds is not None:
             self.thresholds[part].copy_(torch.from_numpy(tables.thresholds))
         self.slots[part].copy_(torch.from_numpy(host.astype(np.int32)))
+
+
+def _as_one_layer(name: str, value: Any, *shape: int) -> Any:
+    """What stands for one layer, as [1, ...]; None stays None.
+
+    Raises:
+        ValueError: another shape than that of one layer.
+    """
+    if value is None:
+        return None
+    array = to_host(value, name)
+    if array.shape != shape:
+        raise ValueError(f"{name}: shape {list(array.shape)}; valid: {list(shape)} with `layer`")
+    return array[None]

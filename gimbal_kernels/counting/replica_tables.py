@@ -26,6 +26,8 @@ class Tables:
 
 def check_slots(slots: Any, topology: Topology, num_experts: int) -> Any:
     """Checks a slot map and returns it as int64 [L, P] in host memory."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology: a {type(topology).__name__}; valid: a gimbal_kernels.topology.Topology")
     host = to_host(slots, "slots")
     if host.ndim != 2 or host.shape[1] == 0:
         raise ValueError(f"slots: shape {list(host.shape)}; valid: [L, P] with P >= 1")
@@ -72,7 +74,7 @@ def check_shares(shares: Any, host: Any, num_sources: int, num_experts: int) -> 
     """Checks shares [L, S, P] against a checked slot map; float64, scaled to a sum of 1 per source and expert.
 
     Raises:
-        ValueError: a wrong shape or type, a negative or non-finite share, or an expert without any.
+        ValueError: a wrong shape or type, a negative or non-finite share or sum, or an expert without any.
     """
     layers, num_slots = host.shape
     array = to_host(shares, "shares")
@@ -89,7 +91,10 @@ def check_shares(shares: Any, host: Any, num_sources: int, num_experts: int) -> 
     total = np.zeros((layers, num_sources, num_experts))
     layer_of, source_of = np.arange(layers)[:, None, None], np.arange(num_sources)[None, :, None]
     expert = np.broadcast_to(host[:, None, :], array.shape)
-    np.add.at(total, (layer_of, source_of, expert), array)
+    with np.errstate(over="ignore"):
+        np.add.at(total, (layer_of, source_of, expert), array)
+    if not np.isfinite(total).all():
+        raise ValueError("shares: the copies of an expert sum to more than 1.8e308; valid: a finite sum")
     empty = np.argwhere(total <= 0)
     if empty.size:
         layer, source, lost = (int(v) for v in empty[0])

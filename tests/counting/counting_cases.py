@@ -58,6 +58,7 @@ CASES = [
     Case("num_tokens 0", num_tokens=("device", 0)),
     Case("num_tokens past the end", num_tokens=("device", 1000)),
     Case("num_tokens int", num_tokens=11),
+    Case("num_tokens int past 64 bits", num_tokens=2**64),
     Case("disabled on the device", enabled=("device", 0, torch.int32)),
     Case("enabled on the device", enabled=("device", 1, torch.bool)),
     Case("disabled int", enabled=False),

@@ -89,6 +89,7 @@ def test_update_of_one_layer_equals_a_map_made_anew_and_leaves_the_others():
         ([0, 1, 2, 0], 3, "layer: 3; valid: an integer from 0 to 2"),
         ([0, 1, 2, 0], True, "layer: True"),
         ([0, 1, 2, 0, 1, 2], 1, r"slots: shape \[6\]; valid: \[4\]"),
+        ([[0, 1, 2, 0]], 1, r"slots: shape \[1, 4\]; valid: \[4\] with `layer`"),
         ([0, 1, 1, 0], 1, "no slot for expert 2"),
     ],
 )
@@ -136,6 +137,12 @@ def test_report_14_a_map_of_zeros_names_the_layer():
 def test_impossible_maps_are_refused(slots, message):
     with pytest.raises(ValueError, match=message):
         ReplicaMap.from_slots(slots, Topology([[0.0, 1.0]]), num_experts=4)
+
+
+@pytest.mark.parametrize("topology", [None, [[0.0, 1.0]]])
+def test_a_topology_of_another_kind_is_refused(topology):
+    with pytest.raises(ValueError, match=r"topology: a (NoneType|list); valid: a gimbal_kernels\.topology"):
+        ReplicaMap.from_slots([[0, 1]], topology, num_experts=2)
 
 
 def test_max_replicas_bounds_the_tables_and_later_updates():

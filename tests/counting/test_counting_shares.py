@@ -69,6 +69,12 @@ def test_shares_change_in_place_and_go_back_to_the_nearest():
     assert addresses == [t.data_ptr() for t in (table.replicas, table.nearest, table.thresholds)]
 
 
+def test_shares_of_one_layer_have_its_shape():
+    table = ReplicaMap.from_slots([[0, 1]], Topology([[0.0]]), num_experts=2, shares=np.ones((1, 1, 2)))
+    with pytest.raises(ValueError, match=r"shares: shape \[1, 1, 2\]; valid: \[1, 2\] with `layer`"):
+        table.update(shares=np.ones((1, 1, 2)), layer=0)
+
+
 def test_a_map_made_without_shares_takes_none():
     table = ReplicaMap.from_slots([[0, 1]], Topology([[0.0]]), num_experts=2)
     with pytest.raises(ValueError, match="shares: given; valid: none"):
@@ -83,6 +89,7 @@ def test_a_map_made_without_shares_takes_none():
         ([[[0.5, float("nan"), 0.5, 1]]], "slot 1 has nan"),
         ([[[0.5, float("inf"), 0.5, 1]]], "slot 1 has inf"),
         ([[[0.0, 1, 0.0, 1]]], "shares: layer 0, source 0: all copies of expert 0 have 0"),
+        ([[[1e308, 1, 1e308, 1]]], "shares: the copies of an expert sum to more than 1.8e308"),
     ],
 )
 def test_impossible_shares_are_refused(shares, message):
