@@ -112,10 +112,15 @@ class Fuse:
     """Keeps an error of ours from becoming vLLM's: the first one is logged, then the hook stands aside.
 
     `run(ours, otherwise)` gives the result of `ours()`, or of `otherwise()` once anything went wrong.
+
+    Args:
+        name: of the hook, for the log.
+        instead: what happens from then on, for the log.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, instead: str = "vLLM's own behaviour continues") -> None:
         self.name = name
+        self.instead = instead
         self.blown = False
 
     def run(self, ours: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
@@ -137,7 +142,7 @@ class Fuse:
     def blow(self) -> None:
         """Logs the exception being handled and takes the hook out of service."""
         self.blown = True
-        logger.exception("Gimbal hook '%s' failed and is now off; vLLM's own behaviour continues", self.name)
+        logger.exception("Gimbal hook '%s' failed and is now off; %s", self.name, self.instead)
 
 
 def once(function: Callable[[], None]) -> Callable[[], None]:

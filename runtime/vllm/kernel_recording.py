@@ -18,7 +18,6 @@ import torch
 from gimbal_kernels.counting import ReplicaMap, map_and_count
 from gimbal_kernels.counting.record import ID_TYPES
 from gimbal_kernels.counting.replica_tables import SHARE_BITS
-from gimbal_kernels.counting.replica_tables import SHARE_BITS
 from gimbal_kernels.topology import Topology
 
 from ..service import nearest_shares
@@ -72,7 +71,7 @@ class KernelRecording:
         self.enabled = torch.zeros((), dtype=torch.bool, device=load.device)
         """On the device, true between the preparation of a real step and its end: what warm-up and idle steps
         route is mapped and not counted."""
-        self.fuse = Fuse("recording")
+        self.fuse = Fuse("recording", "plain torch goes on with the same tables and counters")
         self._state, self._place, self._counts, self._load = state, place, counts, load
         self._slices = bool(state.model.moe_layers[0].moe_config.is_sequence_parallel)
         self._is_on = False
@@ -107,7 +106,7 @@ class KernelRecording:
             num_tokens = self._place.unpadded_rows(num_tokens, topk_ids.shape[0])
         slots = self._map(topk_ids, index, self._place.source, num_tokens, backend)
         if self._comparison is not None:
-            self._comparison.record(topk_ids, index, num_tokens)
+            self._comparison.fuse.attempt(self._comparison.record, topk_ids, index, num_tokens)
         return slots
 
     def _record_gathered(
@@ -182,14 +181,16 @@ class KernelRecording:
             self._copy_vllms_tables()
 
     def _copy_vllms_tables(self) -> None:
-        copies = self._state.logical_to_physical_map[:, :, : self.tables.max_replicas]
+        """The same for every source.
+
+        An expert that has no slot in vLLM's map gets slot 0: backends trust their tables, and a count of 0 or a
+        slot of -1 in them would end the process.
+        """
+        copies = self._state.logical_to_physical_map[:, :, : self.tables.max_replicas].clamp_min(0)
         self.tables.replicas.copy_(copies[:, None].expand_as(self.tables.replicas))
-        count = self._state.logical_replica_count
+        count = self._state.logical_replica_count.clamp(1, self.tables.max_replicas)
         self.tables.nearest.copy_(count[:, None].expand_as(self.tables.nearest))
         self.tables.slots.copy_(self._state.physical_to_logical_map)
-        if self.tables.thresholds is not None:  # even shares
-            ends = torch.arange(1, self.tables.max_replicas + 1, device=count.device) << SHARE_BITS
-            self.tables.thresholds.copy_(ends.expand_as(self.tables.thresholds))
         if self.tables.thresholds is not None:  # even shares
             ends = torch.arange(1, self.tables.max_replicas + 1, device=count.device) << SHARE_BITS
             self.tables.thresholds.copy_(ends.expand_as(self.tables.thresholds))
@@ -200,7 +201,7 @@ class KernelRecording:
 
     def close(self, own: torch.Tensor) -> None:
         """A window ends; own [L, E]: what this rank has counted in it."""
-        if self._comparison is not None:
+        if self._comparison is not None and not self._comparison.fuse.blown:
             picks, differing = self._comparison.close(own)
             logger.info(
                 "Gimbal recording on EP rank %d: %d of %d picks differ from vLLM's own recording",
@@ -228,6 +229,7 @@ class Comparison:
 
     def __init__(self, state: Any, enabled: torch.Tensor) -> None:
         model = state.model
+        self.fuse = Fuse("recording-comparison", "nothing is compared any more")
         self._state, self._enabled = state, enabled
         self._stock = expect(ROUTER, STOCK_RECORDING)
         self._load = torch.zeros_like(state.expert_load_pass)
@@ -248,7 +250,7 @@ class Comparison:
         )
 
     def close(self, own: torch.Tensor) -> tuple[int, int]:
-        """Picks of the window by vLLM's recording, and how many of them are counted elsewhere in `own` [L, E]."""
+        """Picks of the window by vLLM's recording, and by how many `own` [L, E] differs, cell by cell."""
         picks, differing = int(self.row.sum()), int((own - self.row).abs().sum())
         self.row.zero_()
         return picks, differing
@@ -263,7 +265,9 @@ def note_slot_maps_are_followed() -> None:
     _follows_slot_maps = True
 
 
-def reason_not_to_record(state: Any, place: RankPlace, *, compare: bool) -> str | None:
+def reason_not_to_record(
+    state: Any, place: RankPlace, *, compare: bool, weighted: bool = False
+) -> str | None:
     """Why vLLM's recording function cannot be replaced in this model, or None."""
     if not _follows_slot_maps:
         return "new slot maps would go unnoticed (hook 'slot-maps' is not active)"
@@ -278,7 +282,7 @@ def reason_not_to_record(state: Any, place: RankPlace, *, compare: bool) -> str 
         return "vLLM's load counters are not contiguous"
     layers, slots = state.physical_to_logical_map.shape
     experts = state.model.num_logical_experts
-    size = 4 * layers * place.num_sources * experts * (slots - experts + 1)
+    size = (8 if weighted else 4) * layers * place.num_sources * experts * (slots - experts + 1)
     if size > MAX_TABLE_BYTES:
         return f"its tables of copies would take {size >> 20} MiB, more than {MAX_TABLE_BYTES >> 20}"
     return None

@@ -135,6 +135,8 @@ class SourceRows:
         steps, state = self.config.first_window, self._eplb_state
         if steps is not None and self._models:
             interval = state.expert_rearrangement_step_interval
+            if steps > interval and self.place.is_first:
+                warn_once(f"Gimbal: first_window ({steps}) is cut to vLLM's step_interval ({interval})")
             state.expert_rearrangement_step = max(0, interval - steps)
             state._update_layer_should_record()
 
@@ -161,9 +163,6 @@ class SourceRows:
         Args:
             vllm_records: whether vLLM takes the step's load into its own window.
         """
-        if self.stood_aside and not (is_dummy or vllm_records):
-            for model in self._models.values():
-                model.recording.drop_load()
         if self.stood_aside and not (is_dummy or vllm_records):
             for model in self._models.values():
                 model.recording.drop_load()
@@ -234,12 +233,12 @@ def _count_by(
         return model, None, _Reasons(kernel=f"setting recording is '{config.recording}'")
     compare = config.recording == "compare"
     try:
-        reason = reason_not_to_record(state, place, compare=compare)
+        spare = state.physical_to_logical_map.shape[1] > state.model.num_logical_experts
+        weighted = spare and config.shares_interval is not None
+        reason = reason_not_to_record(state, place, compare=compare, weighted=weighted)
         if reason is not None:
             return model, None, _Reasons(kernel=reason)
         topology = place.topology(expect("vllm.distributed.parallel_state", "get_node_count")())
-        spare = state.physical_to_logical_map.shape[1] > state.model.num_logical_experts
-        weighted = spare and config.shares_interval is not None
         counts = model.window.counts
         kernel = KernelRecording(state, place, counts, topology, compare=compare, weighted=weighted)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,27 +240,69 @@ def test_a_map_whose_tables_cannot_be_built_is_still_followed(
     assert torch.equal(torch.tensor(TWO_COPIES[1])[route(state, 1, ids).long()].int(), ids)
 
 
-def test_comparison_with_vllms_recording_is_clean_and_can_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_map_that_has_lost_an_expert_leaves_tables_that_end_no_process(followed: Any) -> None:
+    state = make_model(TWO_COPIES)
+    recording, _ = make_recording(state, TWO_GROUPS)
+    followed(recording)._commit_eplb_maps_for_layer(state, torch.tensor([0, 0, 0, 0, 0, 0, 1, 2]), 0)
+    width = recording.tables.max_replicas
+    assert width == 5  # expert 0 has one copy more than any whole map could give it
+    assert recording.tables.nearest[0].tolist() == [[5, 1, 1, 1]] * 2
+    assert recording.tables.replicas[0].min() == 0
+    slots = step(state, recording, random_picks(50), 50)[0]
+    known = random_picks(50) != 3
+    holds = torch.tensor([0, 0, 0, 0, 0, 0, 1, 2])
+    assert torch.equal(holds[slots.long()].int()[known], random_picks(50)[known])
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(kernel_recording.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", logger="vllm.gimbal")
+    return caplog
+
+
+def test_a_comparison_that_fails_leaves_counts_and_mapping_as_they_are(
+    log: pytest.LogCaptureFixture,
+) -> None:
     state = make_model(TWO_COPIES)
     recording, counts = make_recording(state, TWO_GROUPS, compare=True)
-    kernel_recording.logger.propagate = True
-    caplog.set_level("INFO", logger="vllm.gimbal")
+    comparison: Any = recording._comparison
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("made up")
+
+    comparison._stock = fail
+    ids = random_picks(30)
+    slots = step(state, recording, ids, 25)
+    recording.after_forward(is_dummy=False)
+    assert not recording.fuse.blown
+    assert all(torch.equal(torch.tensor(TWO_COPIES[i])[s.long()].int(), ids) for i, s in enumerate(slots))
+    assert counts[:, 1].tolist() == [histogram(ids, 25)] * LAYERS
+    recording.close(counts[:, 1])
+    assert "nothing is compared any more" in log.text
+    assert "picks differ" not in log.text
+
+
+def test_comparison_with_vllms_recording_is_clean_and_can_fail(log: pytest.LogCaptureFixture) -> None:
+    state = make_model(TWO_COPIES)
+    recording, counts = make_recording(state, TWO_GROUPS, compare=True)
     for is_dummy in (False, True, False):
         step(state, recording, random_picks(30), 25)
         recording.after_forward(is_dummy=is_dummy)
         state.expert_load_pass.zero_()
     recording.close(counts[:, 1])
-    assert f"0 of {2 * 25 * 2 * LAYERS} picks differ" in caplog.text
+    assert f"0 of {2 * 25 * 2 * LAYERS} picks differ" in log.text
+    counts.zero_()
     step(state, recording, random_picks(30), 25)
     recording.after_forward(is_dummy=False)
     counts[0, 1, 0] += 3
-    counts[:, 1] -= 0
-    recording.close(counts[:, 1] - counts[:, 1])
-    assert f"{25 * 2 * LAYERS} of {25 * 2 * LAYERS} picks differ" in caplog.text
+    recording.close(counts[:, 1])
+    assert f"3 of {25 * 2 * LAYERS} picks differ" in log.text
 
 
 def test_a_backend_that_fails_is_replaced_by_one_that_chooses_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     ids = random_picks(40)
     well = make_model(TWO_COPIES)
@@ -277,6 +320,7 @@ def test_a_backend_that_fails_is_replaced_by_one_that_chooses_the_same(
     recording, counts = make_recording(state, TWO_GROUPS)
     slots = step(state, recording, ids, 33)
     assert recording.fuse.blown
+    assert log.text.count("now off; plain torch goes on with the same tables") == 1
     assert all(torch.equal(a, b) for a, b in zip(slots, expected, strict=True))
     assert torch.equal(counts, good_counts)
     assert torch.equal(state.expert_load_pass, well.expert_load_pass)
@@ -334,6 +378,9 @@ def test_reasons_to_leave_vllms_recording_alone(monkeypatch: pytest.MonkeyPatch)
     assert "gathered" in str(reason_not_to_record(gathered, ALONE, compare=True))
     monkeypatch.setattr(kernel_recording, "MAX_TABLE_BYTES", 4 * LAYERS * EXPERTS * 5 - 1)
     assert "tables" in str(reason_not_to_record(make_model(TWO_COPIES), ALONE, compare=False))
+    monkeypatch.setattr(kernel_recording, "MAX_TABLE_BYTES", 4 * LAYERS * EXPERTS * 5)
+    assert reason_not_to_record(make_model(TWO_COPIES), ALONE, compare=False) is None
+    assert "tables" in str(reason_not_to_record(make_model(TWO_COPIES), ALONE, compare=False, weighted=True))
     assert reason_not_to_record(make_model(), ALONE, compare=False) is None
     monkeypatch.setattr(kernel_recording, "_follows_slot_maps", False)
     assert "slot-maps" in str(reason_not_to_record(make_model(), ALONE, compare=False))

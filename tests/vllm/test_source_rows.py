@@ -195,7 +195,11 @@ def test_vllm_finds_the_load_of_its_own_steps_when_all_have_stood_aside(
     assert state.expert_load_pass.sum() == 3 * 2
 
 
-def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only() -> None:
+def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(source_rows, "warn_once", warnings.append)
     state = SimpleNamespace(
         model_states={}, expert_rearrangement_step=75, expert_rearrangement_step_interval=100, updated=0
     )
@@ -210,6 +214,7 @@ def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only() -> Non
         assert state.expert_rearrangement_step == expected
         state.expert_rearrangement_step = 75
     assert state.updated == 2
+    assert warnings == ["Gimbal: first_window (1000) is cut to vLLM's step_interval (100)"]
 
 
 @pytest.mark.parametrize("differs", [False, True])
