@@ -28,9 +28,8 @@ class ReplicaLayer {
 
   int slots() const { return ranks * size; }
   bool was_on(int e, int r) const { return was_on_[at(e, r)] != 0; }
-  // Load of a rank when all are equal, in units of window k; and what experts without picks now put on every rank.
+  // Load of a rank when all are equal, in units of window k.
   int mean(int k) const { return mean_units_[static_cast<std::size_t>(k)]; }
-  int spread_evenly(int k) const { return even_units_[static_cast<std::size_t>(k)]; }
   double total_load(int e) const { return loads_[0][e]; }
 
   // False when the layer has no traffic in this window: there is nothing to optimise.
@@ -53,26 +52,18 @@ class ReplicaLayer {
     const std::size_t n = static_cast<std::size_t>(experts), kept = loads_.size();
     unit_load_.assign(kept * n, 0.0);
     mean_units_.clear();
-    even_units_.clear();
     for (std::size_t k = 0; k < kept; ++k) {
       const double each = std::sqrt(beta_ * stage * weight_[k] * units_ / static_cast<double>(ranks)) / mean_[k];
-      double even = 0.0;
-      for (std::size_t e = 0; e < n; ++e) {
-        // Picks of an earlier window go where those of this one go.
-        if (loads_[0][e] > 0.0)
-          unit_load_[k * n + e] = k == 0 ? each : each * loads_[k][e];
-        else
-          even += loads_[k][e];
-      }
+      for (std::size_t e = 0; e < n; ++e) unit_load_[k * n + e] = k == 0 ? each : each * loads_[k][e];
       mean_units_.push_back(static_cast<int>(std::lrint(mean_[k] * each)));
-      even_units_.push_back(static_cast<int>(std::lrint(even / static_cast<double>(ranks) * each)));
     }
   }
 
-  // Cost of expert e with its copies on `where` [count], ascending; load: [windows][count] units, written.
+  // Cost of expert e with its copies on `where` [count], ascending; load: [windows][count] units, written. Picks of an
+  // earlier window go where those of this one go; without any in this one, evenly to all copies.
   std::uint32_t copy_set(int e, const int* where, int count, std::uint32_t* load) const {
     double* picks = picks_;
-    const double now = loads_[0][e] > 0.0 ? loads_[0][e] : 1.0;
+    const double now = loads_[0][e];
     double remote = 0.0, squares = 0.0;
     int moves = 0;
     serve(e, where, count, picks, remote);
@@ -83,7 +74,7 @@ class ReplicaLayer {
     for (int k = 0; k < windows; ++k) {
       const double unit = unit_load_[static_cast<std::size_t>(k * experts + e)];
       for (int i = 0; i < count; ++i) {
-        const double part = k == 0 ? picks[i] : picks[i] / now;
+        const double part = k == 0 ? picks[i] : now > 0.0 ? picks[i] / now : 1.0 / static_cast<double>(count);
         load[k * count + i] = static_cast<std::uint32_t>(static_cast<int>(std::lrint(part * unit)));
       }
     }
@@ -218,7 +209,7 @@ class ReplicaLayer {
   std::vector<double> mean_, weight_;       // [windows]
   std::vector<double> unit_load_;           // [windows, experts], of this window per pick, of earlier ones of all picks
   std::vector<double> by_expert_, remote_;         // [experts, sources], [experts, ranks]
-  std::vector<int> order_, mean_units_, even_units_;
+  std::vector<int> order_, mean_units_;
   std::vector<std::uint8_t> was_on_;  // [experts, ranks]
   std::vector<double> picks_memory_;
   double* picks_ = nullptr;

@@ -37,7 +37,7 @@ class ReplicaState {
     std::fill(load_.begin(), load_.end(), 0u);
     for (int k = 0; k < y_.windows; ++k)
       for (int r = 0; r < y_.ranks; ++r)
-        excess_[size(k * y_.ranks + r)] = 2u * static_cast<u32>(y_.spread_evenly(k) - y_.mean(k));
+        excess_[size(k * y_.ranks + r)] = 2u * static_cast<u32>(-y_.mean(k));
     for (int p = 0; p < y_.slots(); ++p) {
       int& e = slot_[size(p)];
       if (e < 0) continue;

@@ -99,13 +99,15 @@ class WaterFill {
     return true;
   }
 
-  // Even shares among the nearest slots, and the loads that they make.
+  // Even shares among the nearest slots, and the loads that they make. An expert without picks in this window has its
+  // earlier ones on all its slots evenly.
   void start_nearest() {
     const Shape& shape = layer_.shape;
     share_.assign(shape.sources * copy_.size(), 0.0);
     part_.assign(copy_.size(), 0.0);
     rank_load_.assign(loads_.size() * shape.ranks, 0.0);
-    for (std::size_t e = 0; e < shape.experts; ++e)
+    for (std::size_t e = 0; e < shape.experts; ++e) {
+      if (!loads_.empty() && loads_[0][e] <= 0.0) spread_evenly(e);
       for (std::size_t s = 0; s < shape.sources; ++s) {
         const double* distance = layer_.distance + s * shape.ranks;
         double nearest = distance[copy_[first_[e]].rank];
@@ -120,6 +122,14 @@ class WaterFill {
           shift(e, i, amount(s, e) * share);
         }
       }
+    }
+  }
+
+  void spread_evenly(std::size_t e) {
+    double all = 0.0;
+    for (std::size_t i = first_[e]; i < first_[e + 1]; ++i) all += static_cast<double>(copy_[i].slots.size());
+    for (std::size_t i = first_[e]; i < first_[e + 1]; ++i)
+      shift(e, i, static_cast<double>(copy_[i].slots.size()) / all);
   }
 
   // The part of an expert's picks that come from one source.

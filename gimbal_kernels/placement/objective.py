@@ -29,7 +29,8 @@ def evaluate(problem: PlacementProblem, slots: Any, *, shares: Any = None) -> Pl
       not counted. 0 without a current placement.
     - cost = alpha*comm + beta*(weighted imbalance + drift term) + gamma*moves/E. Without history the weighted
       imbalance is the imbalance. With it, it is the mean over this and the earlier windows by
-      `window_weights`; an earlier window's picks of an expert go to its copies in the shares of this window.
+      `window_weights`; an earlier window's picks of an expert go to its copies in the shares of this window, or evenly to
+      its slots when this window has no picks of it.
       The drift term is `drift_term`, 0 when the problem's drift is 0.
 
     A layer without traffic has comm 0, imbalance 0 and max_over_mean 1.
@@ -61,7 +62,7 @@ def evaluate(problem: PlacementProblem, slots: Any, *, shares: Any = None) -> Pl
     uneven = imbalance
     if problem.history or problem.drift > 0:
         by_expert = load_by_expert(problem, slots, shares)
-        uneven = weighted_imbalance(problem, by_expert) + drift_term(problem, by_expert)
+        uneven = weighted_imbalance(problem, slots, by_expert) + drift_term(problem, by_expert)
     cost = weights.alpha * comm + weights.beta * uneven + weights.gamma * moves / problem.num_experts
     return Placement(
         slots=torch.from_numpy(slots),
@@ -117,12 +118,10 @@ def window_weights(count: int) -> Any:
 
 def load_by_expert(problem: PlacementProblem, slots: Any, shares: Any = None) -> Any:
     """Picks of each expert that each rank serves, float64 [L, E, R]: by `shares`, or the nearest copies evenly."""
-    layers, experts, ranks = problem.num_layers, problem.num_experts, problem.num_ranks
     rank: Any = np.arange(problem.num_slots) // problem.slots_per_rank
-    row = np.arange(layers)[:, None]
-    load = np.zeros((layers, experts, ranks))
-    copies = np.zeros((layers, experts, ranks))
-    np.add.at(copies, (row, slots, rank), 1.0)
+    row = np.arange(problem.num_layers)[:, None]
+    copies = count_copies(problem, slots)
+    load = np.zeros_like(copies)
     for source in range(problem.num_sources):
         picks = problem.traffic[:, source]
         if shares is not None:
@@ -134,14 +133,24 @@ def load_by_expert(problem: PlacementProblem, slots: Any, shares: Any = None) ->
     return load
 
 
-def weighted_imbalance(problem: PlacementProblem, by_expert: Any) -> Any:
+def count_copies(problem: PlacementProblem, slots: Any) -> Any:
+    """Slots of each expert on each rank, float64 [L, E, R]."""
+    rank: Any = np.arange(problem.num_slots) // problem.slots_per_rank
+    copies = np.zeros((problem.num_layers, problem.num_experts, problem.num_ranks))
+    np.add.at(copies, (np.arange(problem.num_layers)[:, None], slots, rank), 1.0)
+    return copies
+
+
+def weighted_imbalance(problem: PlacementProblem, slots: Any, by_expert: Any) -> Any:
     """Mean over the windows of (1/R) * sum over ranks of (load/mu - 1)^2, [L]; empty windows do not count.
 
-    An expert without picks in this window has its earlier picks spread over all ranks: no copy of it is known
-    to serve more than another. by_expert: [L, E, R] picks of this window.
+    An expert without picks in this window has its earlier picks split evenly over its own slots: they are served
+    where it lives, and no slot is known to serve more than another. by_expert: [L, E, R] picks of this window.
     """
     served = by_expert.sum(axis=2, keepdims=True)
-    share = np.divide(by_expert, served, out=np.full_like(by_expert, 1 / problem.num_ranks), where=served > 0)
+    copies = count_copies(problem, slots)
+    share = copies / copies.sum(axis=2, keepdims=True)
+    np.divide(by_expert, served, out=share, where=served > 0)
     loads = problem.window_loads()
     weight = window_weights(len(loads))[:, None] * (loads.sum(axis=2) >= EMPTY_BELOW)
     weight = weight / np.maximum(weight.sum(axis=0), 1e-300)

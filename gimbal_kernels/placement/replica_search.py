@@ -35,7 +35,7 @@ class Search:
         known = [self.copy_set(expert, ranks) for expert, ranks in enumerate(self.copies)]
         self.cost = [cost for cost, _ in known]
         self.load = [load for _, load in known]
-        self.excess = np.sum(self.load, axis=0) + (y.even - y.mean)[:, None]  # [K, R] over the mean
+        self.excess = np.sum(self.load, axis=0) - y.mean[:, None]  # [K, R] over the mean
 
     def copy_set(self, expert: int, ranks: list[int]) -> tuple[int, Any]:
         key = (expert, *ranks)

@@ -32,8 +32,8 @@ class ReplicaLayer:
 
     picks: [S, E]. loads: [K, E] picks per window that saw any, this one first. order: [S, R], how many different
     distances from a source are below that of a rank. was_on: [E, R] copies now. unit_remote, unit_square: units
-    per pick times distance, and per picks squared on one rank. unit_load: [K], units per pick. mean, even: [K],
-    load of a rank when all are equal, and what experts without picks in this window put on every rank.
+    per pick times distance, and per picks squared on one rank. unit_load: [K], units per pick. mean: [K],
+    load of a rank when all are equal.
     """
 
     picks: Any
@@ -47,7 +47,6 @@ class ReplicaLayer:
     unit_square: float
     unit_load: Any
     mean: Any
-    even: Any
     known: dict[tuple[int, ...], tuple[int, Any]] = field(default_factory=dict)  # copy sets seen before
 
     @property
@@ -62,7 +61,7 @@ class ReplicaLayer:
         """Cost in units of the copies of an expert on `ranks`, ascending, and their loads [K, R] in units.
 
         Picks of a source go to the nearest copies, evenly among equals; those of an earlier window where the
-        picks of this one go.
+        picks of this one go, or evenly to all copies when this one has none.
         """
         served = np.zeros(len(ranks))
         remote = 0.0
@@ -81,10 +80,9 @@ class ReplicaLayer:
             new += not self.was_on[expert, rank]
         load: Any = np.zeros((len(self.loads), self.ranks), dtype=np.int64)
         now = self.loads[0, expert]
-        if now > 0:
-            for k, unit in enumerate(self.unit_load):
-                part = served * unit if k == 0 else served / now * (unit * self.loads[k, expert])
-                load[k, ranks] = np.rint(part)
+        part = served / now if now > 0 else np.full(len(ranks), 1.0 / len(ranks))
+        for k, unit in enumerate(self.unit_load):
+            load[k, ranks] = np.rint(served * unit if k == 0 else part * (unit * self.loads[k, expert]))
         cost = int(np.rint(self.unit_remote * remote + self.unit_square * squares))
         return cost + new * self.move, load
 
@@ -118,7 +116,6 @@ def to_integers(problem: PlacementProblem, layer: int, stage: float) -> ReplicaL
     move = chosen.gamma / problem.num_experts if placed else 0.0
     units = _units(problem, layer, loads / means[:, None], weight, chosen.alpha / totals[0], square, move)
     each = np.sqrt(chosen.beta * stage * weight * units / ranks) / means
-    idle = np.add.accumulate(np.where(loads[0] > 0, 0.0, loads), axis=1)[:, -1]
     distance = problem.topology.distance
     return ReplicaLayer(
         picks=problem.traffic[layer],
@@ -132,7 +129,6 @@ def to_integers(problem: PlacementProblem, layer: int, stage: float) -> ReplicaL
         unit_square=units * square,
         unit_load=each,
         mean=np.rint(means * each).astype(np.int64),
-        even=np.rint(idle / ranks * each).astype(np.int64),
     )
 
 

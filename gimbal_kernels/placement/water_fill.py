@@ -173,6 +173,9 @@ class _Layer:
     def _start_nearest(self) -> None:
         for expert, ranks in enumerate(self.ranks):
             count = np.array([float(len(held)) for held in self.at[expert]])
+            if len(self.loads) and self.loads[0, expert] <= 0:  # earlier picks: evenly on all its slots
+                for i, part in enumerate(count / count.sum()):
+                    self._shift(expert, i, float(part))
             for source, distance in enumerate(self.distance):
                 near = distance[ranks] == distance[ranks].min()
                 share = np.where(near, count / count[near].sum(), 0.0)

@@ -113,6 +113,28 @@ def test_history_and_drift_stay_below_the_optimum():
             assert lower_bound(richer, nodes=nodes).item() <= best + 1e-9 * max(1.0, best)
 
 
+@needs_host
+def test_experts_whose_picks_are_all_earlier_keep_the_bound_below_the_optimum():
+    # The only rank with earlier picks cannot be avoided: as much as the best placement costs.
+    flat = Topology([[0, 0, 0, 0]])
+    alone = PlacementProblem([[[10, 10, 10, 0]]], flat, 1, history=([[0, 0, 0, 1000]],))
+    assert lower_bound(alone, nodes=500).item() <= place(alone).cost.item() * (1 + 1e-9)
+    rng = np.random.default_rng(6)
+    for problem in tiny_problems(60, seed=7):
+        idle = rng.random(problem.num_experts) < 0.4
+        idle[rng.integers(problem.num_experts)] = False
+        past = tuple(
+            rng.poisson(2000 * np.exp(rng.standard_normal((1, problem.num_experts)))) for _ in range(2)
+        )
+        richer = replace(problem, traffic=problem.traffic * ~idle, history=past)
+        best = exhaustive(richer)
+        for nodes in (0, 40):
+            assert lower_bound(richer, nodes=nodes).item() <= best + 1e-9 * max(1.0, best), (nodes, richer)
+        assert (
+            place(richer).cost.item() <= 1.02 * best + 1e-6
+        )  # where such an expert goes is not left to chance
+
+
 def every_slot_map(experts: int, slots: int):
     return (row for row in product(range(experts), repeat=slots) if len(set(row)) == experts)
 

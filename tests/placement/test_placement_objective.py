@@ -38,7 +38,8 @@ def naive_uneven(problem: PlacementProblem, row: np.ndarray, layer: int) -> floa
             continue
         rank_load = np.zeros(ranks)
         for expert in range(problem.num_experts):
-            share = load[expert] / now[expert] if now[expert] else np.full(ranks, 1 / ranks)
+            copies = np.bincount(np.flatnonzero(row == expert) // size, minlength=ranks)
+            share = load[expert] / now[expert] if now[expert] else copies / copies.sum()
             rank_load += window[expert] * share
         relative = rank_load / rank_load.mean() - 1
         value += 0.8**age * (relative**2).mean()
@@ -82,6 +83,20 @@ def test_history_example_worked_by_hand():
     found = evaluate(problem, [[0, 1]])
     assert found.imbalance.tolist() == [0.0]
     assert found.cost.tolist() == [pytest.approx(9 * 0.25 * 0.8 / 1.8)]
+
+
+def test_earlier_picks_of_an_expert_without_picks_are_on_its_own_copies():
+    topology = Topology([[0, 0, 0, 0]])
+    past = ([[0, 0, 0, 1000]],)
+    alone = PlacementProblem([[[10, 10, 10, 0]]], topology, 1, history=past, weights=Weights(0, 9, 0))
+    # Now loads over the mean are 4/3 on three ranks and 0: imbalance 1/3. Before, one rank had it all: imbalance 3.
+    assert evaluate(alone, [[0, 1, 2, 3]]).cost.item() == pytest.approx(9 * (1 / 3 + 0.8 * 3) / 1.8)
+    # Two copies, one of them in two slots: parts 0, 0, 2/3 and 1/3, over the mean 8/3 and 4/3.
+    spare = replace(alone, slots_per_rank=2)
+    before = (1 + 1 + (5 / 3) ** 2 + (1 / 3) ** 2) / 4
+    found = evaluate(spare, [[0, 1, 2, 0, 3, 3, 3, 1]])
+    loads = np.array([15, 10, 0, 5]) / 7.5 - 1
+    assert found.cost.item() == pytest.approx(9 * ((loads**2).mean() + 0.8 * before) / 1.8)
 
 
 def test_history_may_be_loads_or_traffic_and_survives_replace():

@@ -29,6 +29,20 @@ def test_never_above_the_best_slot_map(joint, monkeypatch):
     assert close > 40
 
 
+def test_never_above_the_best_slot_map_when_picks_of_some_experts_are_all_earlier():
+    rng = np.random.default_rng(18)
+    for problem in tiny_problems(60, seed=19):
+        idle = rng.random(problem.num_experts) < 0.5
+        idle[rng.integers(problem.num_experts)] = False
+        past = tuple(
+            rng.poisson(90 * np.exp(rng.standard_normal((1, problem.num_experts)))) for _ in range(2)
+        )
+        problem = replace(problem, traffic=problem.traffic * ~idle, history=past)
+        best = best_cost(problem)
+        assert lower_bound(problem).item() <= best * (1 + 1e-9) + 1e-9
+        assert place(problem).cost.item() == pytest.approx(best, rel=1e-3, abs=1e-6)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_never_above_it_on_nodes_with_many_different_ranks(size, monkeypatch):
     monkeypatch.setattr("gimbal_kernels.placement.replica_bound.ENUMERATED_CLASSES", 3)

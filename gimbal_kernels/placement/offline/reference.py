@@ -132,10 +132,6 @@ def layer_model(problem: PlacementProblem, layer: int, slots: Any) -> LayerModel
     kept = loads.sum(axis=1) >= EMPTY_BELOW
     share = window_weights(len(loads))[kept]
     relative = loads[kept] * problem.num_ranks / loads[kept].sum(axis=1, keepdims=True)
-    # As in `weighted_imbalance`: earlier picks of an expert without picks now count on no rank in particular.
-    now_without = relative[0] == 0
-    even = relative[:, now_without].sum(axis=1, keepdims=True) / problem.num_experts
-    relative = np.where(now_without, 0.0, relative) + even
     traffic = problem.traffic[layer]
     linear = weights.alpha / traffic.sum() * (problem.topology.distance.T @ traffic)
     if problem.current is not None:
