@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 def run_lane(name, tmp_path, *, least, **environment):
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
     env |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-m", "pytest", str(HERE / name), "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(HERE / name), "-q", "-s", "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=HERE.parents[1])
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
