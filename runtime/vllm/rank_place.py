@@ -9,7 +9,7 @@ import torch
 
 from gimbal_kernels.topology import Topology
 
-from .guard import expect
+from .guard import expect, warn_once
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class RankPlace:
 
     def topology(self, nodes: int) -> Topology:
         """Ranks in node order, sources on consecutive ranks; `nodes` that do not divide the ranks count as one."""
-        nodes = nodes if self.num_ranks % nodes == 0 else 1
+        if self.num_ranks % nodes:
+            warn_once(
+                f"Gimbal: {self.num_ranks} EP ranks do not divide among {nodes} nodes, all count as near"
+            )
+            nodes = 1
         return Topology.grid(nodes=nodes, gpus_per_node=self.num_ranks // nodes, sources=self.num_sources)
 
     def counts(self, *, sequence_parallel: bool) -> bool:

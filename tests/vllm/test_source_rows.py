@@ -217,6 +217,18 @@ def test_a_first_window_of_its_own_length_moves_the_count_of_steps_only(
     assert warnings == ["Gimbal: first_window (1000) is cut to vLLM's step_interval (100)"]
 
 
+def test_nodes_that_do_not_divide_the_ranks_count_as_one_and_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(rank_place, "warn_once", warnings.append)
+    place = RankPlace(0, 2, 4, 0, 2)
+    assert place.topology(2).distance.max() == 8.0
+    assert warnings == []
+    assert place.topology(3).distance.max() == 1.0
+    assert warnings == ["Gimbal: 4 EP ranks do not divide among 3 nodes, all count as near"]
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_ranks_with_other_settings_refuse_to_start(tmp_path: Path, differs: bool) -> None:
     def work(rank: int) -> Any:
