@@ -2,7 +2,7 @@
 //
 //   rank(), size()    this thread among those of the block
 //   sync()            barrier; what was written before it is seen after it
-//   min64(key)        lowest key of all threads, the same for each of them
+//   min64(key)        lowest key of all threads, the same for each of them; may be called again at once
 //   argmin(m, n, d)   index of the lowest value of the symmetric matrix m [n, >= n], rows of d; ties: the lowest index
 //   copy(to, from, n) n ints, by all threads; no barrier
 //   add(p, v)         *p += v, from any number of threads
@@ -136,7 +136,7 @@ struct CudaBlock {
     if ((rank() & 31) == 0) part[rank() / 32] = key;
     __syncthreads();
     for (int warp = 0; warp < size() / 32; ++warp) key = part[warp] < key ? part[warp] : key;
-    __syncthreads();  // the next call may overwrite `part`
+    __syncthreads();  // the next call, which need not have a barrier before it, overwrites `part`
     return key;
   }
 

@@ -29,9 +29,9 @@ def evaluate(problem: PlacementProblem, slots: Any, *, shares: Any = None) -> Pl
       not counted. 0 without a current placement.
     - cost = alpha*comm + beta*(weighted imbalance + drift term) + gamma*moves/E. Without history the weighted
       imbalance is the imbalance. With it, it is the mean over this and the earlier windows by
-      `window_weights`; an earlier window's picks of an expert go to its copies in the shares of this window, or evenly to
-      its slots when this window has no picks of it.
-      The drift term is `drift_term`, 0 when the problem's drift is 0.
+      `window_weights`; an earlier window's picks of an expert go to its copies in the shares of this window,
+      or evenly to its slots when this window has no picks of it. The drift term is `drift_term`, 0 when the
+      problem's drift is 0.
 
     A layer without traffic has comm 0, imbalance 0 and max_over_mean 1.
 

@@ -4,6 +4,7 @@
 
 #include "simt.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -136,6 +137,30 @@ int compare(const Case& c, int schedules, int& launches) {
   return different;
 }
 
+// Keys of min64 called again and again without anything in between, as its description allows.
+u64 key_of(unsigned thread, unsigned call) { return (thread * 7919u + call * 104729u) % 10007u; }
+
+int wrong_minima(int schedules) {
+  constexpr unsigned kThreads = 96, kCalls = 6;
+  int wrong = 0;
+  for (int schedule = 0; schedule < schedules; ++schedule) {
+    std::vector<u64> found(kThreads * kCalls, 0);
+    simt::launch(1, kThreads, kKeyBytes, 13 + static_cast<unsigned>(schedule), kWorkers, [&] {
+      GIMBAL_SHARED(char, memory);
+      const CudaBlock block{reinterpret_cast<u64*>(memory)};
+      const unsigned thread = static_cast<unsigned>(block.rank());
+      for (unsigned call = 0; call < kCalls; ++call)
+        found[call * kThreads + thread] = block.min64(key_of(thread, call));
+    });
+    for (unsigned call = 0; call < kCalls; ++call) {
+      u64 low = kNoKey;
+      for (unsigned thread = 0; thread < kThreads; ++thread) low = std::min(low, key_of(thread, call));
+      for (unsigned thread = 0; thread < kThreads; ++thread) wrong += found[call * kThreads + thread] != low;
+    }
+  }
+  return wrong;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -150,5 +175,7 @@ int main(int count, char** arguments) {
   wide.classes = 8;
   wide.windows = 1;
   std::printf("launches %d, different %d, shared bytes %zu\n", launches, different, shared_bytes(wide));
-  return different != 0;
+  const int wrong = wrong_minima(schedules);
+  if (wrong != 0) std::fprintf(stderr, "min64: %d wrong\n", wrong);
+  return different != 0 || wrong != 0;
 }

@@ -60,6 +60,10 @@ def test_no_race_and_no_access_out_of_bounds(sanitizer):
 BARRIERS = {
     "after a swap": ("search.cuh", "s.dirty[a] = s.dirty[x] = 1;\n    }\n    b.sync();"),
     "after the lowest of a scan": ("search.cuh", "lowest_within(a, first, last);\n    b.sync();"),
+    "between two calls of min64": (
+        "block.cuh",
+        "key = part[warp] < key ? part[warp] : key;\n    __syncthreads();",
+    ),
     "after an expert is put": ("prices.cuh", "s.count_sum[rank] += 1;\n    }\n    b.sync();"),
 }
 
