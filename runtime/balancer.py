@@ -32,6 +32,9 @@ HISTORY = 6
 """Earlier windows whose loads enter the imbalance term (SPEC section 3.2)."""
 SMALL_WINDOW = 0.1
 """A window with less than this share of the picks of the fullest recent one is chance: nothing moves by it."""
+SKEW_MEMORY = 0.98
+"""What confirms skew is summed over windows, each weighted this much of the one after it: where few topics make up
+the traffic, single windows agree by chance."""
 QUANTUM = 2.0**-10
 """Picks that a placement is computed from are multiples of this. Float sums may differ by an ulp between kinds of
 processors; rounded, they are the same bytes on every rank."""
@@ -179,7 +182,7 @@ class Balancer:
         loads = traffic.sum(axis=1)
         if self._loads:
             self._changes.appendleft(measure_drift(self._loads[0], loads) ** 2)
-        confirmed, self._skew = shrink(traffic, self._skew)
+        confirmed, self._skew = shrink(traffic, self._skew, memory=SKEW_MEMORY)
         history = tuple(self._loads)
         self._loads.appendleft(loads)
         return PlacementProblem(

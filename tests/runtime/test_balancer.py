@@ -10,7 +10,7 @@ from gimbal_runtime import balancer as module
 from gimbal_runtime.balancer import HISTORY, Balancer, ExpertBytes
 from gimbal_runtime.config import GimbalConfig
 
-from gimbal_kernels.placement import CALIBRATED, PlacementProblem, Weights, evaluate
+from gimbal_kernels.placement import CALIBRATED, PlacementProblem, Weights, evaluate, shrink
 from gimbal_kernels.topology import Topology
 
 LAYERS, SOURCES, EXPERTS, RANKS = 2, 2, 8, 4
@@ -63,6 +63,23 @@ def test_skew_of_chance_is_not_followed() -> None:
         claimed = evaluate(decision.problem, decision.slots).comm.mean()
         assert claimed > 0.46  # 0.5 is what any placement has when all sources look alike
     assert max(rho[2:]) < 0.4
+
+
+def test_one_window_that_agrees_by_chance_confirms_nothing_after_many_that_did_not() -> None:
+    """Few topics, dealt out anew in every window: few directions of skew, which often agree for a window."""
+    balancer, memory_of_one = make(gamma=0.001), None
+    draw = np.random.default_rng(7)
+    topics = draw.dirichlet(np.full(EXPERTS, 0.3), 3)
+    rho, alone = [], []
+    for _ in range(40):
+        mixes = draw.dirichlet(np.full(3, 2.0), SOURCES)
+        traffic = draw.poisson(2000 * mixes @ topics, (LAYERS, SOURCES, EXPERTS))
+        balancer.decide(traffic, current())
+        _, memory_of_one = shrink(traffic, memory_of_one)
+        rho.append(balancer.rho)
+        alone.append(memory_of_one.rho)
+    assert max(alone[10:]) == 1.0
+    assert max(rho[10:]) < 0.5
 
 
 def test_loads_are_balanced_in_the_first_window() -> None:
