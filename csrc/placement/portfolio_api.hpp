@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "placement/assignment.hpp"
 #include "placement/branch.hpp"
 #include "placement/parallel.hpp"
 #include "placement/portfolio.hpp"
@@ -47,6 +48,8 @@ inline double bound_layer(const Batch& batch, std::size_t l, const Weights& weig
   Prepared prepared;
   if (!prepared.build(layer, {batch.windows, loads, batch.window_weights}, weights, 0)) return 0.0;
   const BoundLayer exact = prepared.for_bound(layer.shape, weights, layer.current != nullptr);
+  if (layer.shape.slots_per_rank == 1)
+    return std::min(upper, Assignment(exact).least() + prepared.imbalance_of_single_slots(exact.b));
   return Branching(exact, lift, upper).run(nodes);
 }
 

@@ -65,6 +65,17 @@ class Prepared {
     return out;
   }
 
+  // The imbalance term of every placement when each rank has one slot; b: beta/R.
+  double imbalance_of_single_slots(double b) const {
+    double total = 0.0;
+    for (std::size_t k = 0; k < loads_.size(); ++k)
+      for (int e = 0; e < view_.experts; ++e) {
+        const double over = loads_[k][e] / mean_[k] - 1.0;
+        total += b * weight_[k] * (over * over);
+      }
+    return total * (1.0 - 1e-13);
+  }
+
   // Integer units of the search per unit of J.
   double units() const { return units_; }
 

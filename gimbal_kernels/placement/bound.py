@@ -22,7 +22,8 @@ def lower_bound(problem: PlacementProblem, *, lift: bool = True, nodes: int = 0)
 
     Without spare slots: the Lagrangian dual over slots and loads at softmin prices. It is loose where a few
     experts are heavier than half a rank; the lift closes most of that. With history the loads are the weighted
-    mean of the windows, which makes the bound a little looser.
+    mean of the windows, which makes the bound a little looser. One slot per rank leaves an assignment problem:
+    the compiled library solves it, and the bound is the least cost itself.
 
     With spare slots: each expert with the best number of copies for it out of the P slots, charged for remote
     picks, new copies and its drift term; imbalance is taken as free, but for what the heaviest expert cannot
