@@ -147,7 +147,7 @@ class ClosingWindow:
         self._finished = False
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether the sum over the group has ended, well or not; on CUDA the copy to it may still be on its way."""
         if self._finished or self._work is None:
             return True
         return bool(self._work.is_completed())
