@@ -107,14 +107,15 @@ class ReplicaMap:
         tables = build_tables(
             host, topology, num_experts, width, weights, with_thresholds=weights is not None
         )
-        return ReplicaMap(
-            replicas=torch.from_numpy(tables.replicas).to(device),
-            nearest=torch.from_numpy(tables.nearest).to(device),
-            thresholds=None if shares is None else torch.from_numpy(tables.thresholds).to(device),
-            slots=torch.from_numpy(host.astype(np.int32)).to(device),
-            topology=topology,
-            num_experts=num_experts,
-        )
+        with torch.inference_mode(False):  # tensors made inside of it could not be updated outside
+            return ReplicaMap(
+                replicas=torch.from_numpy(tables.replicas).to(device),
+                nearest=torch.from_numpy(tables.nearest).to(device),
+                thresholds=None if shares is None else torch.from_numpy(tables.thresholds).to(device),
+                slots=torch.from_numpy(host.astype(np.int32)).to(device),
+                topology=topology,
+                num_experts=num_experts,
+            )
 
     def update(self, slots: Any = None, *, shares: Any = None, layer: int | None = None) -> None:
         """Replaces the map in place: same tensors, same addresses, new contents.

@@ -53,8 +53,9 @@ class TrafficWindow:
         if dtype not in (torch.int32, torch.int64):
             raise ValueError(f"dtype: {dtype}; valid: torch.int64 or torch.int32")
         shape = (num_layers, num_sources, num_experts)
-        self._recording = torch.zeros(shape, dtype=dtype, device=device)
-        self._closed = torch.zeros(shape, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # tensors made inside of it could not be added to outside
+            self._recording = torch.zeros(shape, dtype=dtype, device=device)
+            self._closed = torch.zeros(shape, dtype=torch.int64, device=device)
         self._group = group
         self._contribute = contribute
         self._side_stream = torch.cuda.Stream(self._recording.device) if self._recording.is_cuda else None

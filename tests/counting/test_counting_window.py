@@ -33,6 +33,20 @@ def test_close_hands_out_the_window_and_starts_the_next():
     assert window.counts.data_ptr() == address
 
 
+def test_what_is_made_in_inference_mode_is_recorded_into_and_updated_outside():
+    with torch.inference_mode():
+        window = TrafficWindow(1, 1, 2)
+        table = ReplicaMap.from_slots([[0, 1]], Topology([[0.0, 1.0]]), num_experts=2)
+    for slots in ([[0, 1]], [[1, 0]]):
+        table.update(slots)
+        mapped = map_and_count(torch.tensor([[0]]), table, window.counts, layer=0, source=0, backend="torch")
+        assert mapped.tolist() == [[slots[0].index(0)]]
+    with torch.inference_mode():
+        map_and_count(torch.tensor([[1]]), table, window.counts, layer=0, source=0, backend="torch")
+        assert window.close().tolist() == [[[2, 1]]]
+    assert window.close().sum() == 0
+
+
 def test_report_15_totals_do_not_wrap():
     wide = TrafficWindow(1, 1, 1)
     wide.counts.fill_(2**31 - 1)
