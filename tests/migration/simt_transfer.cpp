@@ -4,6 +4,7 @@
 // commit from its own, both at once. Two staging buffers alternate; pieces have sizes and addresses of all alignments. Prints
 // how many bytes are wrong; every array lies in an allocation of exactly its size.
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -111,6 +112,8 @@ long long exchange(std::uint64_t seed) {
       for (int wave = 0; wave < kWaves; ++wave) push(ranks[r], ranks[1 - r], wave, seed * 100 + wave * 4 + r);
     });
     streams.emplace_back([&, r] {
+      // Half of the seeds: pushes run as far ahead as they can before anything is consumed.
+      if (seed % 2 == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       for (int wave = 0; wave < kWaves; ++wave) commit(ranks[r], wave, seed * 100 + wave * 4 + r + 2);
     });
   }
