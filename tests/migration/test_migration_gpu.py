@@ -27,11 +27,14 @@ def random_chain(length: int) -> list[np.ndarray]:
     return [random_slots(rng, LAYERS, EXPERTS, SLOTS) for _ in range(length)]
 
 
-def move_along(rank, ranks, name):
+def move_along(rank, ranks, name, small_bytes):
     chain = random_chain(6)
     host = group.fill(chain[0], rank, ranks)
     weights = ExpertWeights([{key: value.cuda() for key, value in layer.items()} for layer in host.layers])
-    executor = PeerMemoryExecutor(weights, rank=rank, ranks=ranks, name=name, timeout=20.0)
+    executor = PeerMemoryExecutor(
+        weights, rank=rank, ranks=ranks, name=name, timeout=20.0, small_bytes=small_bytes
+    )
+    assert (executor._small is not None) == (small_bytes > 0)  # with the kernel, not beside it
     current = chain[0]
     for new in chain[1:]:
         plan = group.plan(current, new, ranks)
@@ -44,9 +47,11 @@ def move_along(rank, ranks, name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(READY != "ready", reason=READY)
-def test_every_dtype_moves_bit_exactly_between_two_processes():
+@pytest.mark.parametrize("small_bytes", [0, 40, 1 << 16])
+def test_every_dtype_moves_bit_exactly_between_two_processes(small_bytes):
+    """By copies alone, by copies and the copy kernel, by the kernel alone."""
     spawn = multiprocessing.get_context("spawn")
-    assert group.run_ranks(RANKS, move_along, limit=120, context=spawn) == [True] * RANKS
+    assert group.run_ranks(RANKS, move_along, small_bytes, limit=120, context=spawn) == [True] * RANKS
 
 
 @pytest.mark.skipif(READY == "ready", reason="it is available here")

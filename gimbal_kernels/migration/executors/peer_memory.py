@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from .board import Word
 from .protocol import GENERATIONS
 from .push import PushExecutor
 from .shared_block import OWN_WORDS, WORD_BYTES, SharedBlock
+from .small_copies import SMALL_BYTES, SmallCopies
+
+logger = logging.getLogger("gimbal_kernels.migration")
 
 HANDLE_BYTES = 64  # of a CUDA IPC handle; it lies in a rank's block behind its words
 HANDLE_AT = len(Word) * WORD_BYTES
@@ -33,16 +37,19 @@ def status() -> str:
 class PeerMemoryExecutor(PushExecutor):
     """The protocol of `SharedMemoryExecutor` with staging on the GPUs; flags and agreement stay in host memory.
 
-    Copies run on a stream of their own, so the copy engines carry them. A flag is raised when the copy's event
-    is complete; a buffer counts as consumed when the event behind the commit on the caller's stream is.
+    Copies run on a stream of their own: large tensors by the copy engines, the small ones of a wave together by the
+    copy kernel (`small_copies`). Where the kernel cannot be had, a warning says why and all tensors take the copy
+    engines. A flag is raised when the event behind its copies is complete; a buffer counts as consumed when the
+    event behind the commit on the caller's stream is.
 
     Args:
         weights: this rank's tensors, on its GPU, laid out the same on every rank.
         rank, ranks, name, staging_bytes, timeout, start_timeout: as for `SharedMemoryExecutor`.
+        small_bytes: bytes of one expert up to which a tensor counts as small; 0: none does.
 
     Raises:
-        ValueError: no CUDA device or no CuPy, tensors that are not on a GPU, and what `SharedMemoryExecutor`
-            refuses.
+        ValueError: no CUDA device or no CuPy, tensors that are not on a GPU, a negative small_bytes, and what
+            `SharedMemoryExecutor` refuses.
         MigrationError: a rank did not start in time.
     """
 
@@ -56,16 +63,20 @@ class PeerMemoryExecutor(PushExecutor):
         staging_bytes: int | None = None,
         timeout: float = 30.0,
         start_timeout: float = 300.0,
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
         reason = status()
         if reason != "ready":
             raise ValueError(f"executor: PeerMemoryExecutor is not available: {reason}; valid: process_group")
         if weights.device.type != "cuda":
             raise ValueError(f"weights: on {weights.device}; valid: a CUDA device")
+        if small_bytes < 0:
+            raise ValueError(f"small_bytes: {small_bytes}; valid: 0 or more")
         self._order = threading.Lock()
         self._uncopied: list[tuple[int, Any]] = []
         self._mapped: dict[int, int] = {}
         self._peers: list[Any] = []
+        self._wave_event: list[Any] = []  # empty until all copies of the wave have been queued
         with torch.cuda.device(weights.device):
             self._stream = torch.cuda.Stream()
             super().__init__(
@@ -77,17 +88,19 @@ class PeerMemoryExecutor(PushExecutor):
                 timeout=timeout,
                 start_timeout=start_timeout,
             )
+            self._small = self._load_kernel(small_bytes)
 
     def staging(self, wave: int) -> Any:
         return self._peers[self.rank][wave % GENERATIONS]
 
     def enter(self, digest: int) -> None:
-        # Of the last migration: copies of a wave that was abandoned, commits that are still under way.
-        self._stream.synchronize()
+        # Whatever was queued, on whatever stream: copies of a wave that was abandoned, commits and what was made
+        # from them, weights that were just loaded. The copies of this migration are not ordered behind any of it.
+        torch.cuda.synchronize(self.weights.device)
         with self._order:
-            for _, event in self._uncopied:
-                event.synchronize()
             self._uncopied = []
+        if self._small is not None:
+            self._small.clear()
         super().enter(digest)
 
     def consumed(self, wave: int) -> None:
@@ -138,13 +151,40 @@ class PeerMemoryExecutor(PushExecutor):
 
     def _push(self, wave: int, send: Move, spend: Callable[[int], None]) -> Callable[[], bool]:
         row = self._peers[send.peer][wave % GENERATIONS, send.row]
+        small = []
         for rows, offset in zip(self.weights.rows(send.layer), self.weights.offsets(send.layer), strict=True):
-            spend(int(rows.shape[1]))
+            size = int(rows.shape[1])
+            spend(size)
+            source, target = rows[send.slot], row[offset : offset + size]
+            if self._small is not None and size <= self._small.limit:
+                small.append((source.data_ptr(), target.data_ptr(), size))
+                continue
             with torch.cuda.stream(self._stream):
-                row[offset : offset + rows.shape[1]].copy_(rows[send.slot], non_blocking=True)
+                target.copy_(source, non_blocking=True)
+        if small and self._small is not None:
+            self._small.add(small)
+        event = self._wave_event
+        return lambda: bool(event) and bool(event[0].query())
+
+    def _all_pushed(self) -> None:
+        if self._small is not None:
+            self._small.launch()
         event = torch.cuda.Event()
         event.record(self._stream)
-        return lambda: bool(event.query())
+        self._wave_event.append(event)
+        self._wave_event = []
+
+    def _load_kernel(self, limit: int) -> SmallCopies | None:
+        if limit == 0:
+            return None
+        try:
+            return SmallCopies(self.weights, self._stream, limit=limit)
+        except Exception as error:
+            logger.warning(
+                "rank %d: no copy kernel (%s): small tensors travel one by one, by the copy engine",
+                *(self.rank, error),
+            )
+            return None
 
 
 def _runtime() -> Any:

@@ -35,6 +35,8 @@ class PushExecutor(Executor):
         start_timeout: float,
     ) -> None:
         super().__init__(weights, rank=rank, ranks=ranks, staging_bytes=staging_bytes, timeout=timeout)
+        if not name or "/" in name:
+            raise ValueError(f"name: {name!r}; valid: part of a file's name, not empty")
         reason = host.status()
         if reason != "ready":
             raise ValueError(
@@ -51,6 +53,9 @@ class PushExecutor(Executor):
     @abstractmethod
     def _push(self, wave: int, send: Move, spend: Callable[[int], None]) -> Callable[[], bool] | None:
         """Writes one expert into the receiver's staging; None when it is there, else a way to ask whether it is."""
+
+    def _all_pushed(self) -> None:
+        """Called when all that a wave sends has been pushed: what was kept back to go together goes now."""
 
     def _prepare_own(self, block: SharedBlock) -> None:
         """Called before peers are told that this rank's block is usable."""
@@ -77,9 +82,11 @@ class PushExecutor(Executor):
             self._raise_flags(share.wave, under_way)
             self.beat()
             self.check(share.wave)
+        self._all_pushed()
         while under_way:
             self._raise_flags(share.wave, under_way)
             self.beat()
+            self.check(share.wave)
             time.sleep(2e-5)
         pending = list(share.receives)
 
@@ -145,9 +152,13 @@ class PushExecutor(Executor):
 
     def _open(self, name: str, rank: int, deadline: float) -> SharedBlock:
         path = SharedBlock.path_of(name, rank)
-        while not path.exists() or not path.stat().st_size:
+        while True:
+            try:
+                if size := path.stat().st_size:
+                    return SharedBlock(path, size, create=False)
+            except FileNotFoundError:  # not there yet, or removed since by a rank that gave up
+                pass
             self._pause(rank, deadline)
-        return SharedBlock(path, path.stat().st_size, create=False)
 
     def _until(self, word: Word, deadline: float) -> None:
         while missing := self.behind(word, 1):
