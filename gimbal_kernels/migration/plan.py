@@ -12,8 +12,10 @@ from .._arrays import to_host
 from ..topology import Topology
 from . import host, reference
 from .rounds import Wave, choose_backend, in_rounds, split
+from .weights import is_whole
 
 LIMIT = 2**31 - 1
+LARGEST_EXPERT = 2**40  # bytes; sums over all transfers of a plan stay below 2**63
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +133,10 @@ def plan_migration(
     if before.shape != after.shape:
         raise ValueError(f"new: shape {after.shape}; valid: that of old, {before.shape}")
     _check_held(before, after)
-    if (
-        isinstance(bytes_per_expert, bool)
-        or int(bytes_per_expert) != bytes_per_expert
-        or bytes_per_expert < 1
-    ):
-        raise ValueError(f"bytes_per_expert: {bytes_per_expert}; valid: an integer >= 1")
+    if not is_whole(bytes_per_expert) or not 1 <= bytes_per_expert <= LARGEST_EXPERT:
+        raise ValueError(
+            f"bytes_per_expert: {bytes_per_expert}; valid: an integer from 1 to {LARGEST_EXPERT}"
+        )
     nodes = _nodes(topology) if node_of_rank is None else _check_nodes(node_of_rank, ranks)
     compiled = choose_backend(backend)
     target, transfers, copies = (host.plan if compiled else _plan_by_reference)(before, after, ranks, nodes)

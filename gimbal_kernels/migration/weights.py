@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class ExpertWeights:
 
     Raises:
         ValueError: no layers or an empty one, something that is no tensor, another number of slots than
-            elsewhere, tensors on several devices, or an expert dimension that is not contiguous.
+            elsewhere, tensors on several devices or without memory that is their content (meta, negative
+            or conjugate views), or an expert dimension that is not contiguous.
     """
 
     def __init__(
@@ -155,6 +157,10 @@ class ExpertWeights:
             )
         if tensor.device != self.device:
             raise ValueError(f"{where}: on {tensor.device}; valid: {self.device}, where the first tensor is")
+        if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{where}: a meta tensor, or a conjugate or negative view; valid: one whose memory is its content"
+            )
         per_slot = tensor.numel() // self.slots_per_rank
         if not _is_dense(tensor[0]) or (self.slots_per_rank > 1 and tensor.stride(0) != per_slot):
             raise ValueError(
@@ -162,6 +168,11 @@ class ExpertWeights:
                 f"not one block of {per_slot} elements after the other; valid: contiguous in the expert dimension"
             )
         return tensor.as_strided((self.slots_per_rank, per_slot), (per_slot, 1)).view(torch.uint8)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer of any type, but no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _aligned(size: int) -> int:

@@ -189,8 +189,12 @@ def test_bad_arguments_are_refused():
         SharedMemoryExecutor(weights, rank=2, ranks=2, name=name)
     with pytest.raises(ValueError, match="timeout: 0; valid: seconds > 0"):
         SharedMemoryExecutor(weights, rank=0, ranks=1, name=name, timeout=0)
-    with pytest.raises(ValueError, match="staging_bytes: 10; valid: at least"):
-        SharedMemoryExecutor(weights, rank=0, ranks=1, name=name, staging_bytes=10)
+    for size in (10, 1e6, True):
+        with pytest.raises(ValueError, match=f"staging_bytes: {size}; valid: an integer, at least"):
+            SharedMemoryExecutor(weights, rank=0, ranks=1, name=name, staging_bytes=size)
+    for bad in ("", "a/b"):
+        with pytest.raises(ValueError, match=f"name: '{bad}'; valid: part of a file's name"):
+            SharedMemoryExecutor(weights, rank=0, ranks=1, name=bad)
     executor = SharedMemoryExecutor(weights, rank=0, ranks=1, name=name)
     with pytest.raises(ValueError, match="plan: 2 ranks"):
         migrate(group.plan([[0, 1, 2, 3]], [[2, 3, 0, 1]], 2), weights, executor)

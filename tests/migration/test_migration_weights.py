@@ -142,3 +142,17 @@ def test_an_unregistered_tensor_of_the_experts_is_refused(kind):
 def test_a_layer_without_the_named_tensors_is_refused():
     with pytest.raises(ValueError, match=r"names: .* match no tensor of 4 rows in layer 1"):
         collect([MoE(), torch.nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 3, device="meta"),
+        torch._neg_view(torch.ones(2, 3)),
+        torch.ones(2, 3, dtype=torch.complex64).conj(),
+    ],
+    ids=["meta", "negative", "conjugate"],
+)
+def test_tensors_whose_memory_is_not_their_content_are_refused(tensor):
+    with pytest.raises(ValueError, match="layer 0, 'w': a meta tensor, or a conjugate or negative view"):
+        ExpertWeights([{"w": tensor}])

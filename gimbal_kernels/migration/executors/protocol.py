@@ -19,7 +19,7 @@ from typing import Any
 
 from ..schedule import Share
 from ..verdict import EXPLANATIONS, STEP_LIMIT, MigrationError, Reason, Verdict
-from ..weights import ExpertWeights
+from ..weights import ExpertWeights, is_whole
 from .board import Board, BoardLost, Word
 
 logger = logging.getLogger("gimbal_kernels.migration")
@@ -60,9 +60,9 @@ class Executor(ABC):
         row_bytes = weights.row_bytes
         if staging_bytes is None:
             staging_bytes = GENERATIONS * weights.slots_per_rank * row_bytes
-        if staging_bytes < GENERATIONS * row_bytes:
+        if not is_whole(staging_bytes) or staging_bytes < GENERATIONS * row_bytes:
             raise ValueError(
-                f"staging_bytes: {staging_bytes}; valid: at least {GENERATIONS * row_bytes}, "
+                f"staging_bytes: {staging_bytes}; valid: an integer, at least {GENERATIONS * row_bytes}, "
                 f"{GENERATIONS} buffers of one expert of {row_bytes} bytes"
             )
         self.weights = weights
