@@ -77,8 +77,8 @@ def max_over_mean(windows: Any, weights: Any, traffic: Any, slots: Any, shares: 
     Args:
         windows: [K, L, E] picks; windows in which a layer saw none do not count there.
         weights: [K].
-        traffic: [L, S, E] picks by which an expert's load is split over its copies; an expert without any is
-            split evenly over its slots' shares of the first source.
+        traffic: [L, S, E] picks by which an expert's load is split over its copies; that of an expert without
+            any is split evenly over its slots, as in the cost of a placement (`evaluate`).
         slots: [L, P]; shares: [L, S, P].
 
     Returns:
@@ -88,7 +88,8 @@ def max_over_mean(windows: Any, weights: Any, traffic: Any, slots: Any, shares: 
     layer = np.arange(len(slots))[:, None]
     picked = served(traffic, slots, shares).sum(axis=1)
     total = np.asarray(traffic, dtype=np.float64).sum(axis=1)[layer, slots]
-    part = np.where(total > 0, picked / np.where(total > 0, total, 1.0), np.asarray(shares)[:, 0])
+    evenly = even_shares(slots, 1, windows.shape[2])[:, 0]
+    part = np.where(total > 0, picked / np.where(total > 0, total, 1.0), evenly)
     load = (windows[:, layer, slots] * part).reshape(len(windows), len(slots), ranks, -1).sum(axis=3)
     mean = load.mean(axis=2)
     seen = mean > 0

@@ -53,3 +53,12 @@ def test_earlier_windows_soften_what_was_fitted_to_the_last() -> None:
     assert found.tolist() == pytest.approx([(1.0 * 1.0 + 0.8 * 2.0) / 1.8])  # the empty window does not count
     nothing = max_over_mean(windows[2:], [1.0], 0 * traffic, slots, shares, ranks=2)
     assert nothing.tolist() == [1.0]
+
+
+def test_earlier_picks_of_an_expert_without_picks_are_spread_over_its_slots() -> None:
+    slots = np.array([[0, 1, 2, 1]])  # a copy of expert 1 on each rank, each near one source
+    topology = Topology.grid(gpus_per_node=2, sources=2)
+    traffic = np.array([[[4, 0, 4], [4, 0, 4]]])
+    windows = np.array([[[0, 10, 0]]])
+    shares = nearest_shares(slots, topology, 3)
+    assert max_over_mean(windows, [1.0], traffic, slots, shares, ranks=2).tolist() == [1.0]
