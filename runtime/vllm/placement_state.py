@@ -32,7 +32,7 @@ class PlacementState:
         def publish(window: int, gap: Gap) -> None:
             totals["placement_gap"] = gap.mean
             logger.info(
-                "Gimbal window %d: at most %.2f %% above the best placement, worst layer %.2f %%",
+                "Gimbal window %d: the best placement costs at most %.2f %% less, worst layer %.2f %%",
                 *(window, 100 * gap.mean, 100 * gap.worst),
             )
 
