@@ -228,6 +228,8 @@ def _choose(client: Any, choice: EngineChoice, request: Any, stock: Any, late_in
     num_engines = len(client.core_engines)
     choice.fit(num_engines)
     known = client.reqs_in_flight.get(request.request_id)
+    if known is not None and known not in client.core_engines:
+        return stock(client, request)  # a session on an engine that scaling has removed: vLLM's own answer
     pinned = client.core_engines.index(known) if known is not None else request.data_parallel_rank
     if pinned is None:
         pinned = late_index(request.pooling_params, num_engines)

@@ -10,6 +10,8 @@ from ..prefix_estimate import PrefixEstimate
 
 KEY_ARGUMENT = "gimbal_affinity_key"
 """Field of a request's `vllm_xargs` with a key of the caller's choice."""
+LONGEST_KEY = 128
+"""Characters of an affinity key that are kept as they are."""
 LEAST_BLOCK = 64
 """Tokens of a block of the estimate, at least: hashing a prompt must not cost more than choosing its engine."""
 UNKNOWN_CAPACITY = 65_536
@@ -24,16 +26,21 @@ def affinity_key(request: Any, affinity: str) -> Hashable | None:
         return None
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
     if KEY_ARGUMENT in arguments:
-        return "key", str(arguments[KEY_ARGUMENT])
+        return "key", _short(str(arguments[KEY_ARGUMENT]))
     session = getattr(request, "session_id", None)
     if session:
-        return "session", session
+        return "session", _short(session)
     if request.cache_salt:
-        return "salt", request.cache_salt
+        return "salt", _short(request.cache_salt)
     if affinity != "prefix" or not request.prompt_token_ids:
         return None
     prefix = prefix_key(request.prompt_token_ids)
     return None if prefix is None else ("prefix", _adapter(request), prefix)
+
+
+def _short(text: str) -> str | int:
+    """Tens of thousands of keys are kept, and clients choose how long theirs are: a long one by its hash."""
+    return text if len(text) <= LONGEST_KEY else hash(text)
 
 
 def make_estimate(cache_config: Any, num_engines: int) -> PrefixEstimate | None:

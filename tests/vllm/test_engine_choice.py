@@ -57,6 +57,18 @@ def test_off_is_off_and_a_strange_key_is_one_too() -> None:
     assert hash(affinity_key(request, "session")) is not None
 
 
+@pytest.mark.parametrize("name", ["gimbal_affinity_key", "session_id", "cache_salt"])
+def test_a_long_key_is_kept_by_its_hash(name: str) -> None:
+    def key(text: str) -> Any:
+        fields: dict[str, Any] = {"sampling_params": extra(), "session_id": None, "cache_salt": None}
+        fields |= {"sampling_params": extra(**{name: text})} if name.startswith("gimbal") else {name: text}
+        return affinity_key(make_request("a", **fields), "session")
+
+    assert isinstance(key("x" * 128)[1], str)
+    assert isinstance(key("x" * 129)[1], int)
+    assert key("x" * 129) == key("x" * 129) != key("x" * 130)
+
+
 def test_adapters_do_not_share_a_prefix() -> None:
     tokens = list(range(300))
     keys = [
@@ -147,6 +159,16 @@ def test_elastic_scaling_removes_and_adds_engines(prefix_caching: bool) -> None:
     choice.release_all([f"{wave}{i}" for wave in "abc" for i in range(4)])
     choice.selector.release(0, choice.selector.decisions.recent(1)[0].seq)
     assert not choice.fuse.blown
+
+
+def test_a_session_on_an_engine_that_is_gone_is_vllms_to_answer() -> None:
+    choice = EngineChoice(make_config(), [0, 1], client_index=0)
+    client = client_of(choice, 2)
+    client.core_engines = [0]
+    client.reqs_in_flight["a"] = 1
+    request = make_request("a", data_parallel_rank=None)
+    assert engine_choice._choose(client, choice, request, lambda *_: "stock", lambda *_: None) == "stock"
+    assert choice.selector.compensation(0) == 0
 
 
 # --- the debug endpoint ---
