@@ -8,10 +8,13 @@ same in the same floating-point arithmetic, so the counts are exactly those of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+CHUNK_SIZES = (2048, 1024, 512, 256, 128)
+"""Tokens of a chunk, descending (SPEC section 8)."""
 
 
 def count_steps(
@@ -90,3 +93,19 @@ def next_chunk(chunks: Sequence[int], prompt_tokens: int, done: int) -> int | No
         if done < end:
             return end - done
     return None
+
+
+def fitting_chunk(
+    planned: int, seconds: Callable[[int], float], limit: float, sizes: Sequence[int] = CHUNK_SIZES
+) -> int:
+    """The largest of `planned` and the smaller `sizes` whose iteration stays within `limit` now; the smallest of
+    them when none does, since a prompt that stands still would never end.
+
+    Args:
+        planned: tokens of the chunk under its schedule, > 0.
+        seconds: of the iteration with a chunk of so many tokens.
+        limit: seconds; inf: any.
+        sizes: of chunks, descending.
+    """
+    tried = [planned, *(size for size in sizes if size < planned)]
+    return next((size for size in tried if seconds(size) <= limit), tried[-1])

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .chunk_steps import count_steps
+from .chunk_steps import CHUNK_SIZES, count_steps
 from .iteration_model import IterationModel
 
 __all__ = [
@@ -152,7 +152,7 @@ class DeflectionConfig:
     alpha: float = 0.95
     beta: float = 1.0
     ttft_slo: float = math.inf
-    chunk_sizes: tuple[int, ...] = (2048, 1024, 512, 256, 128)
+    chunk_sizes: tuple[int, ...] = CHUNK_SIZES
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):

@@ -6,6 +6,7 @@ batches that overlap (asynchronous scheduling) are not counted twice; after an i
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,14 @@ def argument(request: Any, name: str) -> Any:
     """An extra argument (`vllm_xargs`) of a request; None: it has none of that name."""
     parameters = request.sampling_params
     return ((parameters.extra_args or {}) if parameters is not None else {}).get(name)
+
+
+def seconds_argument(request: Any, name: str) -> float | None:
+    """An extra argument that is a number above 0; None: it is missing or anything else. Clients may send any JSON,
+    infinities and integers beyond a double among it."""
+    value = argument(request, name)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and 0.0 < value < sys.float_info.max else None
 
 
 def request_name(request: Any) -> str:

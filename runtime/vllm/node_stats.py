@@ -15,7 +15,7 @@ from ..config import GimbalConfig
 from ..node_report import CHUNKS_ARGUMENT, PATH, TBT_ARGUMENT, NodeReport, Prefill
 from .chunk_limit import obeyed
 from .guard import Fuse, Hook, expect, patch
-from .iteration_recorder import IterationRecorder, argument, request_name
+from .iteration_recorder import IterationRecorder, argument, request_name, seconds_argument
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 APP = "vllm.entrypoints.launchers.app"
@@ -47,7 +47,7 @@ def report(scheduler: Any, recorder: IterationRecorder) -> NodeReport:
                 deflected.append(request_name(request))
     decoding = [request for request in running if request.num_computed_tokens >= request.num_prompt_tokens]
     unfinished = [*running, *waiting]
-    limits = [limit for request in unfinished if (limit := _seconds(argument(request, TBT_ARGUMENT)))]
+    limits = [limit for request in unfinished if (limit := seconds_argument(request, TBT_ARGUMENT))]
     return NodeReport(
         steps=recorder.steps,
         model=recorder.model(),
@@ -68,11 +68,6 @@ def report(scheduler: Any, recorder: IterationRecorder) -> NodeReport:
 def _requests(queue: Any) -> Iterable[Any]:
     # vLLM's priority queue sorts itself when it is iterated; its heap has the same requests.
     return getattr(queue, "_heap", queue)  # type: ignore[no-any-return]
-
-
-def _seconds(value: Any) -> float | None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if number and value > 0.0 else None
 
 
 def _kv_free(scheduler: Any, waiting: Iterable[Any]) -> int | None:

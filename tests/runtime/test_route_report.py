@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from gimbal_runtime.chunk_steps import next_chunk
+from gimbal_runtime.chunk_steps import fitting_chunk, next_chunk
 from gimbal_runtime.iteration_model import FitQuality, IterationModel
 from gimbal_runtime.node_report import Computed, NodeReport, Prefill
 from hypothesis import given
@@ -113,3 +113,17 @@ def test_no_limit_without_a_schedule_or_while_decoding() -> None:
     assert next_chunk([50, 50], 100, 100) is None
     assert next_chunk([50, 50], 100, 130) is None
     assert next_chunk([64, 36], 200, 0) == 64  # less was cached than the plan had it
+
+
+def test_the_largest_chunk_that_stays_within_the_limit() -> None:
+    def seconds(size: int) -> float:
+        return 0.01 + size * 0.0001
+
+    taken = [
+        fitting_chunk(planned, seconds, limit)
+        for planned, limit in ((2048, 1.0), (700, 0.08), (700, 0.0799), (700, 0.0613), (700, 0.0611))
+    ]
+    assert taken == [2048, 700, 512, 512, 256]
+    assert fitting_chunk(700, seconds, 0.001) == 128  # none fits: the smallest, so that the prompt ends
+    assert fitting_chunk(100, seconds, 0.001) == 100
+    assert fitting_chunk(700, seconds, 0.07, sizes=(600, 300)) == 600
