@@ -229,12 +229,23 @@ class Dispatcher:
         now = self._clock()
         views = [node.as_prefill(now, self._waiting(node), self.link.bandwidth) for node in prefill]
         may_deflect = ticket.single and (self.config.deflect or not alive(prefill))
+        may_deflect = may_deflect and not self._link_unmeasured(prefill, now)
         decode = [node.as_decode(now) for node in self.decode if node not in excluded] if may_deflect else []
         route = self._router.route(ticket.tokens, ticket.tokens, views, decode)
         seconds = time.perf_counter() - started
         if route.node is None:
             return None
         return Placement(self._by_url[route.node], route.chunks, route, seconds)
+
+    def _link_unmeasured(self, prefill: Sequence[Node], now: float) -> bool:
+        """The link's bandwidth is not known, and the first prompt that one of these nodes computes will tell it.
+
+        Until then there is no time by a prefill node to compare with, and the policy would deflect whatever fits.
+        """
+        if self.link.bandwidth is not None:
+            return False
+        reports = [node.fresh(now) for node in alive(prefill)]
+        return any(report is not None and report.kv_bytes_per_token for report in reports)
 
     def _waiting(self, node: Node) -> list[int | None]:
         return [entry.ticket.tokens for entry in self._held[node]]
@@ -254,18 +265,17 @@ class Dispatcher:
 
     def _reconsider(self, node: Node, queue: deque[_Held]) -> None:
         now = self._clock()
-        while queue:
+        while queue and not self._link_unmeasured(self.prefill, now):
             waiting = [entry for entry in queue if entry.ticket.single and entry.ticket.tokens is not None]
             sizes = [(entry.ticket.tokens or 0, entry.ticket.tokens or 0) for entry in waiting[:RECONSIDERED]]
-            decode = [other.as_decode(now) for other in self.decode]
+            failed = {other for entry in waiting for other in entry.excluded}
+            decode = [other.as_decode(now) for other in self.decode if other not in failed]
             started = time.perf_counter()
             found = self._router.reconsider(sizes, node.as_prefill(now, [], self.link.bandwidth), decode)
             if found is None:
                 return
             place, route = found
             entry, target = waiting[place], self._by_url[str(route.node)]
-            if target in entry.excluded:
-                return
             queue.remove(entry)
             placement = Placement(target, route.chunks, route, time.perf_counter() - started)
             entry.result.set_result(self._book(entry.ticket, placement, entry.since))

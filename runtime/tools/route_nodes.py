@@ -58,7 +58,7 @@ class Node:
         self.legs: set[asyncio.Task[object]] = set()  # calls to it; they end when it is lost
         self._reported_at = 0.0
         self._sent: dict[str, Sent] = {}
-        self._ended: set[str] = set()  # since the last report
+        self._ended: set[str] = set()  # names in the last report that have ended since
 
     def observe(self, report: NodeReport, now: float) -> list[Computed]:
         """Takes a report; the prompts that this node has completed since the last one."""
@@ -86,12 +86,14 @@ class Node:
 
     def end(self, name: str) -> None:
         """A request has left the node, whichever way; one that is not there changes nothing."""
-        if self._sent.pop(name, None) is not None:
+        known = self.report is not None and name in self.report.resident
+        if self._sent.pop(name, None) is not None and known:
             self._ended.add(name)
 
     def lose(self, why: str) -> None:
         """The node does not answer: calls to it end now."""
         self.alive, self.why, self.report = False, why, None
+        self._ended.clear()
         for leg in tuple(self.legs):
             leg.cancel()
 

@@ -8,6 +8,7 @@ request is tried once more without that node.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -138,7 +139,7 @@ class Proxy:
         arrival = time.monotonic()
         try:
             body = await request.json()
-        except (ValueError, UnicodeDecodeError):
+        except (ValueError, LookupError, RecursionError):  # no JSON, an unknown charset, too deep
             return self._answered("bad_request", error(400, "the body is no JSON", "invalid_request_error"))
         if not isinstance(body, dict):
             return self._answered(
@@ -188,7 +189,8 @@ class Proxy:
         record = self.records.decided(ticket, placement, arrival)
         try:
             if placement.chunks:
-                half = decode_body(body, ticket, chunks=placement.chunks)
+                beta = self.settings.dispatch.deflection.beta
+                half = decode_body(body, ticket, chunks=placement.chunks, beta=beta)
                 reply = await self._decode(request, placement.node, half, ticket, record)
             else:
                 reply = await self._prefill_and_decode(
@@ -265,7 +267,9 @@ class Proxy:
 
     def _tbt_slo(self, body: Mapping[str, Any]) -> float | None:
         asked = extra_arguments(body).get(TBT_ARGUMENT)
-        known = isinstance(asked, (int, float)) and not isinstance(asked, bool) and asked > 0.0
+        known = isinstance(asked, (int, float)) and not isinstance(asked, bool)
+        # An infinity, or an integer beyond a double, is JSON to Python but no number of seconds.
+        known = known and 0.0 < asked < sys.float_info.max  # type: ignore[operator]
         return float(asked) if known else self.settings.tbt_slo  # type: ignore[arg-type]
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -304,7 +308,7 @@ class Proxy:
         )
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        page = self.records.page(self.dispatcher.held(), time.monotonic())
+        page = self.records.page(self.dispatcher.held(), time.monotonic(), self.link.bandwidth)
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _decisions(self, request: web.Request) -> web.Response:

@@ -109,6 +109,7 @@ class Records:
         self._up = self._gauge("node_up", "1: the node answers", "node", "role")
         self._known = self._gauge("node_known", "1: the node has a fresh report", "node", "role")
         self._held = self._gauge("held_requests", "requests that wait at the router")
+        self._bandwidth = self._gauge("link_bytes_per_second", "bandwidth of the link; NaN: not measured yet")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"gimbal_route_{name}", meaning, labels, registry=self.registry)
@@ -176,9 +177,10 @@ class Records:
         kept = list(self._ring)
         return kept if count is None else kept[max(0, len(kept) - count) :]
 
-    def page(self, held: int, now: float) -> bytes:
-        """The figures in Prometheus' text format."""
+    def page(self, held: int, now: float, bandwidth: float | None = None) -> bytes:
+        """The figures in Prometheus' text format; `bandwidth` of the link in bytes per second, None: not known."""
         self._held.set(held)
+        self._bandwidth.set(math.nan if bandwidth is None else bandwidth)
         for node in self._nodes:
             self._up.labels(node.url, node.role).set(node.alive)
             self._known.labels(node.url, node.role).set(node.fresh(now) is not None)

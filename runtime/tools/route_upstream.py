@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp import web
 
-from ..node_report import CHUNKS_ARGUMENT, REQUEST_ARGUMENT, TBT_ARGUMENT, TRANSFERRED_ARGUMENT
+from ..node_report import (
+    BETA_ARGUMENT,
+    CHUNKS_ARGUMENT,
+    REQUEST_ARGUMENT,
+    TBT_ARGUMENT,
+    TRANSFERRED_ARGUMENT,
+)
 from .route_dispatch import Ticket
 from .route_nodes import Node
 
@@ -64,6 +70,7 @@ def decode_body(
     ticket: Ticket,
     *,
     chunks: tuple[int, ...] = (),
+    beta: float = 1.0,
     kv_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a decode node gets: the request with its chunk schedule, or told that its KV cache is there.
@@ -72,12 +79,15 @@ def decode_body(
         body: of the client's request.
         ticket: its name and length.
         chunks: prompt tokens of each iteration; empty: the prompt was computed by a prefill node.
+        beta: share of the strictest time between tokens that such an iteration may take.
         kv_params: what that node has answered for the transfer.
     """
     half = dict(body)
     if kv_params:
         half["kv_transfer_params"] = dict(kv_params)
-    mark = {CHUNKS_ARGUMENT: list(chunks)} if chunks else {TRANSFERRED_ARGUMENT: 1}
+    mark: dict[str, Any] = {TRANSFERRED_ARGUMENT: 1}
+    if chunks:
+        mark = {CHUNKS_ARGUMENT: list(chunks), BETA_ARGUMENT: beta}
     return half | {EXTRA: _named(body, ticket) | mark}
 
 

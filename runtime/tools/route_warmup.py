@@ -30,6 +30,8 @@ async def warm_up_all(nodes: Iterable[Node], prompts: int) -> None:
 
 async def _warm_up(session: aiohttp.ClientSession, node: Node, prompts: int) -> None:
     async with session.get(f"{node.url}/v1/models") as answer:
+        if answer.status != 200:
+            raise RunError(f"--warm-up: {node.url} answers {answer.status}: {(await answer.text())[:300]}")
         model = (await answer.json())["data"][0]
     longest = int(model.get("max_model_len") or 2048) - TOKENS - 1
     places = iter(range(prompts))

@@ -57,6 +57,7 @@ class FakeNode:
     """
 
     status: int = 200
+    models_status: int = 200
     report: NodeReport | None = field(default_factory=make_report)
     report_body: Any = None
     tokens: int = 3
@@ -107,7 +108,8 @@ class FakeNode:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]})
+        body = {"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}
+        return web.json_response(body if self.models_status == 200 else {}, status=self.models_status)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.tokenizes:

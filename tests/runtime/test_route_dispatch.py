@@ -53,6 +53,15 @@ def test_what_has_ended_since_the_report_is_gone() -> None:
     assert node.queued(1.0) == [(50, 50)]
 
 
+def test_names_of_ended_requests_are_not_collected_without_reports() -> None:
+    silent, known = Node("n", PREFILL), make_node()
+    for place in range(1000):
+        for node in (silent, known):
+            node.send(Sent(str(place), 10))
+            node.end(str(place))
+    assert (len(silent._ended), len(known._ended)) == (0, 0)
+
+
 def test_a_report_grows_stale_and_a_lost_node_has_none() -> None:
     node = make_node()
     assert node.as_prefill(5.0, [], 1e9).candidate
@@ -199,6 +208,48 @@ def test_a_held_request_is_deflected_when_a_decode_node_becomes_free() -> None:
         assert decode.as_decode(1.5).deflected_in_flight == 1
         # It is the only one: the next has to wait again.
         assert await waiting(asyncio.ensure_future(dispatcher.place(Ticket("b", 100))))
+
+    run(test())
+
+
+def test_nothing_is_deflected_before_the_first_transfer_tells_the_bandwidth() -> None:
+    async def test() -> None:
+        busy = prefills(("", 2048, 0), ("", 2048, 0))
+        node, decode = make_node(name="p", **busy), make_node(DECODE, "d")
+        link = Link()
+        dispatcher = Dispatcher([node], [decode], link=link, clock=Clock())
+        task = asyncio.ensure_future(dispatcher.place(Ticket("a", 100)))
+        assert await waiting(task)
+        link.add(1e9, 1.0)
+        dispatcher.pump()
+        assert (await task).node is decode
+
+    run(test())
+
+
+@pytest.mark.parametrize("why", ["failed it", "dead", "unknown"])
+def test_a_bandwidth_that_no_prefill_node_will_tell_is_not_waited_for(why: str) -> None:
+    async def test() -> None:
+        node = make_node(name="p", **({"kv_bytes_per_token": None} if why == "unknown" else {}))
+        decode = make_node(DECODE, "d")
+        node.alive = why != "dead"
+        dispatcher = Dispatcher([node], [decode], link=Link(), clock=Clock())
+        placement = await dispatcher.place(Ticket("a", 100), {node} if why == "failed it" else ())
+        assert placement.node is decode
+
+    run(test())
+
+
+def test_a_request_that_a_decode_node_has_failed_does_not_stop_the_others() -> None:
+    async def test() -> None:
+        node = make_node(name="p", **prefills(("", 2048, 0), ("", 2048, 0)))
+        failing, busy = make_node(DECODE, "f"), make_node(DECODE, "b", deflected=("other",))
+        dispatcher, _ = make_dispatcher([node], [failing, busy])
+        failed = asyncio.ensure_future(dispatcher.place(Ticket("a-1", 100), {failing}))
+        assert await waiting(failed)
+        busy.observe(make_report(), 0.0)
+        dispatcher.pump()
+        assert (await failed).node is busy
 
     run(test())
 

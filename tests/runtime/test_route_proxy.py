@@ -185,6 +185,30 @@ def test_a_body_that_is_no_object_is_a_400(data: bytes) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("kind", ["application/json; charset=nothing", "text/plain"])
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a": ' * 100_000])
+def test_a_body_that_cannot_be_read_is_a_400_too(kind: str, data: bytes) -> None:
+    async def test() -> None:
+        async with (
+            fleet() as (_, url, _, _),
+            aiohttp.ClientSession(headers={"Content-Type": kind}) as session,
+            session.post(url + COMPLETIONS, data=data) as answer,
+        ):
+            assert answer.status == 400
+
+    run(test())
+
+
+def test_a_limit_that_is_no_number_of_seconds_is_none() -> None:
+    async def test() -> None:
+        async with fleet(deflect=False, tbt_slo=0.5) as (_, url, [prefill], _):
+            for asked in (float("inf"), float("nan"), 10**400, -1, True, "1"):
+                assert (await post(url, vllm_xargs={"gimbal_tbt_slo": asked}))[0] == 200
+            assert [body["vllm_xargs"]["gimbal_tbt_slo"] for body in prefill.bodies] == [0.5] * 6
+
+    run(test())
+
+
 def test_the_strictest_limit_of_a_request_reaches_the_node() -> None:
     async def test() -> None:
         async with fleet(tbt_slo=0.5) as (_, url, _, [decode]):
@@ -263,6 +287,9 @@ def test_warm_up_sends_prompts_of_many_lengths_that_share_no_beginning() -> None
                 assert {body["max_tokens"] for body in node.bodies} == {tokens}
             decode.status = 400
             with pytest.raises(RunError, match=decode.url):
+                await warm_up_all(proxy.nodes, 1)
+            decode.models_status = 401
+            with pytest.raises(RunError, match=f"{decode.url} answers 401"):
                 await warm_up_all(proxy.nodes, 1)
 
     run(test())
