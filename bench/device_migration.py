@@ -4,7 +4,9 @@
 
 Each process holds half of the experts (SPEC section 1: qwen's size) and hands all of them to the other, there and
 back. Every byte is checked. A byte is copied twice, into the peer's staging and from there to its slot, so half of
-the plain copy's speed is what one device can give. `--device cpu` does the same over shared memory, for trying out.
+the plain copy's speed is what one device can give. Whether copies need multiprocessors is seen by filling all of
+them with a kernel that waits: what ends meanwhile needs none. `--device cpu` moves experts over shared memory, for
+trying out, without that.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gimbal_kernels import _device_library
 from gimbal_kernels.migration import ExpertWeights, migrate, plan_migration
 from gimbal_kernels.migration.executors import PeerMemoryExecutor, SharedMemoryExecutor, peer_memory
+from gimbal_kernels.migration.schedule import Move
 from gimbal_kernels.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +36,20 @@ RANKS, EXPERTS, LAYERS, TURNS = 2, 64, 4, 6
 # Weights, and a scale of a few bytes per expert.
 SHARES = {"w13": 2 / 3, "w2": 1 / 3}
 LIMIT = 50.0
+# Holds its multiprocessor until it is told to stop, or for so many nanoseconds.
+FILL_THREADS, FILL_NANOSECONDS = 512, 2_000_000_000
+FILL = """
+extern "C" __global__ void fill_device(const volatile int* stop, long long nanoseconds) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  if (threadIdx.x == 0) {
+    do {
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (*stop == 0 && now - start < nanoseconds);
+  }
+  __syncthreads();
+}
+"""
 
 
 def content(expert: int, size: int, device: str) -> torch.Tensor:
@@ -79,8 +97,46 @@ def plain_copy(weights: ExpertWeights, device: str) -> float:
     return (time.perf_counter() - start) * times / round(times)
 
 
+def copies_on_a_full_device(executor: Any) -> str:
+    """Whether the executor's copies of large tensors end while every multiprocessor is taken."""
+    import cupy
+
+    fill, index = cupy.RawKernel(FILL, "fill_device"), torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // FILL_THREADS)
+    stop, probe = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.zeros(1, device="cuda")
+    filling, probing = torch.cuda.Stream(), torch.cuda.Stream()
+    filled, probed, copied = (torch.cuda.Event() for _ in range(3))
+    executor._small = None
+    probe.add_(1)  # loads the kernel: that would wait for the device
+    torch.cuda.synchronize()
+    with _device_library._stream(filling.cuda_stream, index):
+        fill((blocks,), (FILL_THREADS,), (np.uint64(stop.data_ptr()), np.int64(FILL_NANOSECONDS)))
+    filled.record(filling)
+    time.sleep(0.05)
+    with torch.cuda.stream(probing):
+        probe.add_(1)
+    probed.record(probing)
+    executor._push(0, Move(layer=0, peer=1 - executor.rank, slot=0, row=0, round=0), lambda _: None)
+    copied.record(executor._stream)
+    end = time.monotonic() + 0.5
+    while not copied.query() and time.monotonic() < end:
+        time.sleep(1e-3)
+    seen = copied.query(), not probed.query() and not filled.query()
+    stop[0] = 1
+    torch.cuda.synchronize()
+    return explain(*seen)
+
+
+def explain(copied: bool, full: bool) -> str:
+    """What was seen: whether the copies ended, and whether a kernel still waited for a place at that time."""
+    if not full:
+        return "not shown: the device was not full, a kernel found a place"
+    return f"{'0: copies ended' if copied else 'needed: copies did not end'} while a kernel held all of them"
+
+
 def measure(rank: int, name: str, device: str, sizes: dict[str, int], barrier: Any, results: Any) -> None:
-    """Body of one process: (wrong experts, seconds of migrations, seconds of plain copies, staging)."""
+    """Body of one process: (rank, wrong experts, seconds of migrations, of plain copies, staging, `explain`)."""
     half = EXPERTS // RANKS
     maps = [np.tile(np.roll(np.arange(EXPERTS), half * turn), (LAYERS, 1)) for turn in range(RANKS)]
     weights = make_weights(maps[0][0][rank * half : (rank + 1) * half].tolist(), sizes, device)
@@ -106,7 +162,8 @@ def measure(rank: int, name: str, device: str, sizes: dict[str, int], barrier: A
         held = current[0][rank * half : (rank + 1) * half].tolist()
         if turn in (0, TURNS):
             wrong += wrong_experts(weights, held, sizes, device)
-    results.put((wrong, moved[1:], copied[1:], executor.staging_bytes))
+    full = copies_on_a_full_device(executor) if device == "cuda" and rank == 0 else "not shown: no GPU"
+    results.put((rank, wrong, moved[1:], copied[1:], executor.staging_bytes, full))
     barrier.wait(LIMIT)
     executor.close()
 
@@ -123,24 +180,24 @@ def run(device: str, expert_bytes: int) -> dict[str, Any]:
     for worker in workers:
         worker.start()
     try:
-        found = [results.get(timeout=LIMIT) for _ in workers]
+        found = sorted(results.get(timeout=LIMIT) for _ in workers)
     finally:
         for worker in workers:
             worker.join(5)
             worker.kill()
     total = LAYERS * EXPERTS * (sum(sizes.values()) + 4)
-    moved = statistics.median(max(pair) for pair in zip(*(f[1] for f in found), strict=True))
-    copied = statistics.median(max(pair) for pair in zip(*(f[2] for f in found), strict=True))
+    moved = statistics.median(max(pair) for pair in zip(*(f[2] for f in found), strict=True))
+    copied = statistics.median(max(pair) for pair in zip(*(f[3] for f in found), strict=True))
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "wrong_experts": sum(f[0] for f in found),
+        "wrong_experts": sum(f[1] for f in found),
         "megabytes": round(total / 1e6, 1),
-        "staging_bytes_per_rank": found[0][3],
+        "staging_bytes_per_rank": found[0][4],
         "migration_ms": round(1e3 * moved, 2),
         "migration_gb_s": round(total / moved / 1e9, 2),
         "plain_copy_gb_s": round(total / copied / 1e9, 2),
         "share_of_plain_copy": round(copied / moved, 3),
-        "streaming_multiprocessors": "not read: needs the profiler's counters",
+        "streaming_multiprocessors": found[0][5],
     }
 
 

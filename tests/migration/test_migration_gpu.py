@@ -78,6 +78,13 @@ def test_the_device_benchmark_checks_every_byte_here_over_shared_memory(tmp_path
     assert result["migration_gb_s"] > 0
 
 
+def test_the_device_benchmark_claims_nothing_where_the_device_was_not_full():
+    explain = runpy.run_path(str(SCRIPT))["explain"]
+    assert [explain(*seen)[:6] for seen in ((True, True), (False, True))] == ["0: cop", "needed"]
+    assert explain(True, False) == explain(False, False)
+    assert explain(True, False).startswith("not shown")
+
+
 def test_the_device_benchmark_sees_one_wrong_byte():
     script, sizes = runpy.run_path(str(SCRIPT)), {"w13": 200, "w2": 100}
     weights = script["make_weights"]([5, 9], sizes, "cpu")
