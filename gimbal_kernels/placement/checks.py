@@ -15,12 +15,22 @@ LIMIT = 2.0**64
 EMPTY_BELOW = 2.0**-64
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is one real number; text that reads as one is none."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
 def check_number(value: Any, name: str) -> None:
     """ValueError unless `value` is a real number in [0, 2**64]."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}: {value!r}; valid: a number >= 0") from None
+    if not is_number(value):
+        raise ValueError(f"{name}: {value!r}; valid: a number >= 0")
+    number = float(value)
     if math.isnan(number) or not 0 <= number <= LIMIT:
         raise ValueError(f"{name}: {value}; valid: a finite number from 0 to 2**64")
 

@@ -122,6 +122,7 @@ class PlacementProblem:
             raise ValueError(f"weights: {type(self.weights).__name__}; valid: Weights(...) or None")
         object.__setattr__(self, "history", self._check_history())
         check_number(self.drift, "drift")
+        object.__setattr__(self, "drift", float(self.drift))
         if self.current is not None:
             current = self.check_slots(self.current, "current")
             current.setflags(write=False)

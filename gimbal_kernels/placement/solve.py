@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import host, reference, replica_host, replica_search
-from .checks import LIMIT
+from .checks import LIMIT, is_number
 from .objective import evaluate
 from .portfolio import Effort
 from .problem import Placement, PlacementProblem
@@ -54,7 +54,8 @@ def place(
     Returns:
         Placement; without a time budget `slots` is the same bytes for the same problem on every machine. A layer
         without traffic keeps its current placement, or gets slot p = expert p mod E when there is none. Method
-        "portfolio" keeps the current placement wherever it finds nothing of lower cost.
+        "portfolio" keeps the current placement wherever it finds nothing of lower cost, unless that has an expert
+        twice on a rank: no result of it ever does, as far as max_moves allows, whatever the moves cost.
 
     Raises:
         ValueError: an unknown method, effort or backend, "host" where it is not available, a negative max_moves
@@ -114,8 +115,8 @@ def _check_limits(
             raise ValueError(f"max_moves: {max_moves!r}; valid: an integer >= 0, or None")
         if problem.current is None:
             raise ValueError(f"max_moves: {max_moves} without a current placement; valid: None")
-    if time_budget is not None and not 0 <= time_budget <= LIMIT:
-        raise ValueError(f"time_budget: {time_budget}; valid: seconds >= 0, or None")
+    if time_budget is not None and not (is_number(time_budget) and 0 <= time_budget <= LIMIT):
+        raise ValueError(f"time_budget: {time_budget!r}; valid: seconds >= 0, or None")
 
 
 def available_backends() -> dict[str, str]:

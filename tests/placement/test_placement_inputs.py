@@ -125,11 +125,13 @@ def test_history_and_weights_of_a_wrong_kind():
         PlacementProblem(PICKS, LINE, 2, history=([[1, 2, 3, float("nan")]],))
     with pytest.raises(ValueError, match="drift: -1"):
         PlacementProblem(PICKS, LINE, 2, drift=-1)
+    with pytest.raises(ValueError, match=r"drift: '0\.3'"):
+        PlacementProblem(PICKS, LINE, 2, drift="0.3")
     with pytest.raises(ValueError, match="weights: tuple; valid"):
         PlacementProblem(PICKS, LINE, 2, weights=(1, 4, 0))
 
 
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e300, "a", None])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e300, "a", "4", None])
 @pytest.mark.parametrize("name", ["alpha", "beta", "gamma"])
 def test_bad_weights(name, value):
     with pytest.raises(ValueError, match=name):

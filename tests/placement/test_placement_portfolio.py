@@ -171,6 +171,7 @@ def test_units_bound_every_change_of_a_swap():
         ({"max_moves": 1.5}, "max_moves: 1.5"),
         ({"time_budget": -0.1}, "time_budget: -0.1; valid: seconds >= 0"),
         ({"time_budget": float("nan")}, "time_budget: nan"),
+        ({"time_budget": "1"}, "time_budget: '1'"),
         ({"method": "paper", "max_moves": 3}, "max_moves: 3 with method 'paper'"),
     ],
 )
