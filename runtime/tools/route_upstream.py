@@ -23,6 +23,8 @@ from .route_nodes import Node
 EXTRA = "vllm_xargs"
 _PASSED_ON = ("Authorization", "Accept", "Accept-Language", "User-Agent")
 _ONE_ANSWER = ("stream_options", "min_tokens", "best_of", "use_beam_search")
+_OURS = (CHUNKS_ARGUMENT, BETA_ARGUMENT, TRANSFERRED_ARGUMENT)
+"""What a router decides: a client's word on it is not passed on."""
 
 Result = TypeVar("Result")
 
@@ -92,7 +94,8 @@ def decode_body(
 
 
 def _named(body: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
-    named = extra_arguments(body) | {REQUEST_ARGUMENT: ticket.name}
+    given = {name: value for name, value in extra_arguments(body).items() if name not in _OURS}
+    named = given | {REQUEST_ARGUMENT: ticket.name}
     return named if ticket.tbt_slo is None else named | {TBT_ARGUMENT: ticket.tbt_slo}
 
 

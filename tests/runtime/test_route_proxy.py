@@ -199,6 +199,30 @@ def test_a_body_that_cannot_be_read_is_a_400_too(kind: str, data: bytes) -> None
     run(test())
 
 
+def test_a_client_does_not_say_what_the_router_decides() -> None:
+    async def test() -> None:
+        async with fleet() as (proxy, url, [prefill], [decode]):
+            claims = {"gimbal_chunks": [1], "gimbal_beta": 9.0, "gimbal_transferred": 1, "other": "kept"}
+            prefill.queue(("x", 50_000, 0))
+            await settled(proxy, prefill)
+            assert (await post(url, vllm_xargs=claims))[0] == 200
+            deflected = decode.bodies[-1]["vllm_xargs"]
+            assert deflected == {
+                "gimbal_request": deflected["gimbal_request"],
+                "gimbal_chunks": [8],
+                "gimbal_beta": 1.0,
+                "other": "kept",
+            }
+            prefill.report = make_report()
+            prefer_prefill(decode)
+            await settled(proxy, prefill, decode)
+            assert (await post(url, vllm_xargs=claims))[0] == 200
+            assert set(prefill.bodies[-1]["vllm_xargs"]) == {"gimbal_request", "other"}
+            assert set(decode.bodies[-1]["vllm_xargs"]) == {"gimbal_request", "gimbal_transferred", "other"}
+
+    run(test())
+
+
 def test_a_limit_that_is_no_number_of_seconds_is_none() -> None:
     async def test() -> None:
         async with fleet(deflect=False, tbt_slo=0.5) as (_, url, [prefill], _):
