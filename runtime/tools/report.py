@@ -76,15 +76,20 @@ def read_placement(path: Path, problem: PlacementProblem) -> Placement:
     """The `slots` of an .npz, evaluated.
 
     Raises:
-        InputError: not such a file, or slots that do not fit the problem.
+        InputError: not such a file, slots that do not fit the problem, or that were placed on other ranks.
     """
     try:
         with np.load(path, allow_pickle=False) as data:
             slots = data["slots"]
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            placed_on = data["distance"].shape[-1] if "distance" in data else problem.num_ranks
+    except (OSError, EOFError, KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(
             f"--placement: {path}: {str(error)[:120]}; valid: an .npz with `slots` [L, P]"
         ) from None
+    if placed_on != problem.num_ranks:
+        raise InputError(
+            f"--placement: {path}: placed on {placed_on} ranks; valid: on {problem.num_ranks}, as --ranks says"
+        )
     try:
         return evaluate(problem, slots)
     except ValueError as error:

@@ -114,8 +114,10 @@ def test_a_placement_from_a_file_and_one_that_does_not_fit(traffic, tmp_path, ca
     with np.load(placed) as data:
         assert json.loads(listed.read_text())["slots"] == data["slots"].tolist()
     assert "method from placed.npz" in out.read_text()
-    np.savez(placed, slots=np.zeros((3, 16), dtype=np.int32))
     capsys.readouterr()
+    assert main(["report", str(traffic), "--ranks", "8", "--out", str(out), "--placement", str(placed)]) == 2
+    assert "placed on 4 ranks; valid: on 8" in capsys.readouterr().err
+    np.savez(placed, slots=np.zeros((3, 16), dtype=np.int32))
     for name, message in ((placed, "slots: layer 0 has no slot"), (tmp_path / "none.npz", "valid: an .npz")):
         assert main([*common, str(name)]) == 2
         captured = capsys.readouterr().err
