@@ -150,6 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunError(f"not installed here: {', '.join(missing)}; vLLM brings them")
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise InputError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise InputError(f"--json: {arguments.json} is a folder; valid: a file")
     settings = settings_from(arguments)
     if arguments.host == HOST:
         check_port(arguments.port)

@@ -263,6 +263,8 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         shape_of(shape)
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise InputError(f"--json: no folder {arguments.json.parent}; valid: a folder that is there")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise InputError(f"--json: {arguments.json} is a folder; valid: a file")
     return Plan(
         engines=tuple(arguments.engines),
         loads=tuple(arguments.loads),

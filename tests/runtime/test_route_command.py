@@ -40,6 +40,7 @@ NODES = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
         ([*NODES, "--kv-transfer-params", "{"], "--kv-transfer-params"),
         ([*NODES, "--port", "0"], "port"),
         ([*NODES, "--json", "no/such/folder/x.json"], "--json"),
+        ([*NODES, "--json", "."], "--json: . is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys) -> None:

@@ -139,6 +139,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--shapes", "0P1D"], "--shapes"),
         (["--trace", "no/such/file.csv"], "no/such/file.csv"),
         (["--json", "no/such/folder/x.json"], "--json"),
+        (["--json", "."], "--json: . is a folder"),
     ],
 )
 def test_bad_input(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
