@@ -11,7 +11,8 @@ from pathlib import Path
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "serving-placement.json"
 HEAD = (
-    "| spare slots | engines chosen | placement | remote picks | max/mean | experts moved per window | gap, last window |"
+    "| spare slots | engines chosen | placement | remote picks | max/mean "
+    "| experts moved per window | gap, last window |"
 )
 
 
