@@ -22,7 +22,7 @@ def problems(count: int, seed: int):
     for i, problem in enumerate(random_problems(count, seed=seed, replicas=False)):
         past = tuple(
             rng.integers(0, 5, (problem.num_layers, 1, problem.num_experts))
-            for _ in range(i % 2 * (i % 3 + 1))
+            for _ in range(i // 6 % 2 * (i % 3 + 1))
         )
         yield replace(problem, history=past)
     for ranks, size, sources in ((20, 2, 4), (18, 1, 3), (9, 5, 9), (16, 3, 1)):

@@ -25,7 +25,7 @@ def problems(count: int, seed: int):
             continue
         past = tuple(
             rng.integers(0, 5, (problem.num_layers, 1, problem.num_experts))
-            for _ in range(i % 2 * (i % 3 + 1))
+            for _ in range(i // 6 % 2 * (i % 3 + 1))
         )
         yield replace(problem, history=past, drift=(0.0, 0.3, 1.0)[i % 3])
 
