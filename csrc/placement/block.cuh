@@ -14,7 +14,16 @@
 // whose every operation is rounded on its own (no fused multiply-add) and whose sums are integers.
 #pragma once
 
+#if defined(__CUDACC_RTC__)  // NVRTC has no standard headers and knows memcpy by that name only
+namespace std {
+using size_t = ::size_t;
+}
+#define GIMBAL_MEMCPY memcpy
+#else
+#include <cstddef>
 #include <cstdint>
+#define GIMBAL_MEMCPY __builtin_memcpy
+#endif
 
 // GIMBAL_HD: small functions that every solver shares. Always inlined: the host has a solver per instruction set, and a
 // copy that one of them compiled must never serve another. GIMBAL_BODY: what depends on the Block and so is each one's own.
@@ -87,12 +96,12 @@ GIMBAL_HD V wrap_sub(V a, V b) {
 template <class V, class T>
 GIMBAL_HD V load_lanes(const T* from) {
   V lanes;
-  __builtin_memcpy(&lanes, from, sizeof(V));
+  GIMBAL_MEMCPY(&lanes, from, sizeof(V));
   return lanes;
 }
 template <class V, class T>
 GIMBAL_HD void store_lanes(T* to, V lanes) {
-  __builtin_memcpy(to, &lanes, sizeof(V));
+  GIMBAL_MEMCPY(to, &lanes, sizeof(V));
 }
 template <class V, class T>
 GIMBAL_HD V all_lanes(T value) {

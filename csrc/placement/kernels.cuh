@@ -22,6 +22,7 @@ constexpr int kMostThreads = 512;
 constexpr std::size_t kKeyBytes = 512;  // one key per warp and the alignment of what follows
 constexpr int kGpuStarts = 3;           // by rank, by class, current
 
+#if !defined(__CUDACC_RTC__)  // which takes no functions of the host
 // Bytes of shared memory that the kernels need for a layer of this shape.
 inline std::size_t shared_bytes(const View& y) {
   CudaBlock block{nullptr};
@@ -30,6 +31,7 @@ inline std::size_t shared_bytes(const View& y) {
   const std::size_t a = search.carve(nullptr), b = prices.carve(nullptr);
   return kKeyBytes + (a > b ? a : b);
 }
+#endif
 
 }  // namespace gimbal::placement
 

@@ -9,8 +9,6 @@
 // does X_e - 2 w_e w_f, which is why the minimum over e may be taken before Y_f is added.
 #pragma once
 
-#include <cstddef>
-
 #include "placement/block.cuh"
 
 namespace gimbal::placement {

@@ -24,9 +24,9 @@ def nvrtc():
     return next((ctypes.CDLL(name) for name in found if name), None)
 
 
-def compile_for(library, architecture):
+def compile_for(library, folder, architecture):
     """Error code, log and size of the machine code."""
-    source = _device_library.source("counting")
+    source = _device_library.source(folder)
     options = [*_device_library.NVRTC_OPTIONS, f"-I{source.parents[1]}", f"--gpu-architecture={architecture}"]
     program = ctypes.c_void_p()
     text = source.read_bytes()
@@ -43,10 +43,11 @@ def compile_for(library, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_nvrtc_compiles_the_sources(architecture):
+@pytest.mark.parametrize("folder", ["counting", "migration", "placement"])
+def test_nvrtc_compiles_the_sources(folder, architecture):
     library = nvrtc()
     if library is None:
         pytest.skip("NVRTC is not installed (package nvidia-cuda-nvrtc)")
-    code, log, size = compile_for(library, architecture)
+    code, log, size = compile_for(library, folder, architecture)
     assert code == 0, log
-    assert size > 10_000
+    assert size > 5_000
