@@ -49,7 +49,7 @@ def make_steps(results: Path, gpu: str) -> list[Step]:
             (python, "tests/counting/acceptance.py", "--cases", "300", "--simt", "1"),
             70,
         ),
-        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 95),
+        Step("timings", (*gimbal, "bench", "counting", "--device", "cuda", "--json", str(table)), 80),
         Step(
             "recording inside vLLM",
             (
@@ -66,12 +66,17 @@ def make_steps(results: Path, gpu: str) -> list[Step]:
         Step(
             "migration between two processes",
             (python, "bench/device_migration.py", "--json", str(results / f"migration-{gpu}.json")),
-            65,
+            60,
+        ),
+        Step(
+            "placement against the host",
+            (python, "bench/device_placement.py", "--json", str(results / f"placement-{gpu}.json")),
+            35,
         ),
         Step(
             "memory errors",
             ("compute-sanitizer", "--error-exitcode", "1", *pytest, *small),
-            90,
+            75,
             tool="compute-sanitizer",
         ),
     ]

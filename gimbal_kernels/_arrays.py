@@ -7,6 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
+DLPACK_CUDA = 2  # kDLCUDA
+
+
+def cuda_device(value: Any) -> torch.device | None:
+    """The CUDA device that a tensor or DLPack array lies on; None for all else."""
+    if isinstance(value, torch.Tensor):
+        return value.device if value.is_cuda else None
+    if not hasattr(value, "__dlpack_device__"):
+        return None
+    kind, index = value.__dlpack_device__()
+    return torch.device("cuda", index) if kind == DLPACK_CUDA else None
+
 
 def to_host(value: Any, name: str) -> Any:
     """The numbers of `value` as a numpy array on the host, without a copy where that is possible.

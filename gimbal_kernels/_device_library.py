@@ -15,6 +15,8 @@ import torch
 
 PACKAGE = Path(__file__).parent
 NATIVE = PACKAGE / "_native"
+# A block has so much shared memory without asking.
+FREE_SHARED_BYTES = 48 << 10
 # The sources lie beside the package in a checkout, and in _native once installed.
 SOURCES = (PACKAGE.parent / "csrc", NATIVE / "csrc")
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
@@ -100,8 +102,24 @@ def _stream(handle: int, device: int) -> Any:
 def launch(
     folder: str, name: str, device: Any, *, blocks: int, threads: int, shared_bytes: int, argument: Any
 ) -> None:
-    """Launches a kernel on torch's current stream of `device`; `argument` is a numpy array of one element."""
+    """Launches a kernel on torch's current stream of `device`.
+
+    argument: a numpy array of one element, or a tuple of numpy scalars, one per parameter of the kernel.
+    shared_bytes: dynamic shared memory of a block, up to `most_shared_bytes`.
+    """
+    arguments = argument if isinstance(argument, tuple) else (argument,)
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
+        function = kernel(folder, name, index)
+        if shared_bytes > FREE_SHARED_BYTES:
+            function.max_dynamic_shared_size_bytes = shared_bytes
         with _stream(torch.cuda.current_stream(index).cuda_stream, index):
-            kernel(folder, name, index)((blocks,), (threads,), (argument,), shared_mem=shared_bytes)
+            function((blocks,), (threads,), arguments, shared_mem=shared_bytes)
+
+
+@lru_cache(maxsize=64)
+def most_shared_bytes(device: int) -> int:
+    """The most dynamic shared memory that a block on the CUDA device with this index can have."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])

@@ -1,7 +1,8 @@
 """Method "portfolio" in plain numpy, one copy per expert (SPEC section 3.3): the specification of csrc/placement.
 
 The objective is scaled to integers, which makes the search exact and the same on every machine; float32 prices
-choose where it starts. Written for reading, not for speed: small cases only.
+choose where it starts. Written for reading, not for speed: small cases only, but for `to_integers`, which prepares
+the CUDA kernels' input too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class IntegerLayer:
 
     size: int
     rank_class: Any  # [R]
+    comm: Any  # [classes, E] remote picks
+    move_cost: int
     cost: Any  # [R, E] remote picks and moves
     load: Any  # [stages, K, E]
     home: Any  # [E] current rank, or -1
@@ -82,7 +85,8 @@ def to_integers(problem: PlacementProblem, layer: int) -> IntegerLayer | None:
         home[problem.current[layer]] = np.arange(problem.num_slots) // problem.slots_per_rank
     move = int(np.rint(units * chosen.gamma / problem.num_experts)) if problem.current is not None else 0
     moves = (np.arange(problem.num_ranks)[:, None] != home) & (home >= 0)
-    cost = np.rint(comm * units).astype(np.int64)[rank_class] + move * moves
+    comm_units = np.rint(comm * units).astype(np.int64)
+    cost = comm_units[rank_class] + move * moves
     stages = []
     for stage in STAGE_WEIGHT:
         each = np.sqrt(2.0 * (chosen.beta * stage * weight) * units / problem.num_ranks) / means
@@ -93,6 +97,8 @@ def to_integers(problem: PlacementProblem, layer: int) -> IntegerLayer | None:
     return IntegerLayer(
         size=problem.slots_per_rank,
         rank_class=rank_class,
+        comm=comm_units,
+        move_cost=move,
         cost=cost,
         load=np.stack(stages),
         home=home,

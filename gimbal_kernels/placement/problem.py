@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from .._arrays import to_host
+from .._arrays import cuda_device, to_host
 from ..topology import Topology
 from .checks import LIMIT, check_number, check_slots, check_traffic
 
@@ -96,7 +96,7 @@ class PlacementProblem:
             imbalance that such a change is expected to cause to the cost (SPEC section 4); 0 leaves it out.
 
     The arrays are copied and kept read-only on the host: traffic float64, current int32, history float64 [L, E]
-    per window.
+    per window. `traffic_device` is the CUDA device that `traffic` came from, or None.
 
     Raises:
         ValueError: wrong shapes or dtypes, NaN, infinite or negative picks, more than 2**64 picks in a cell,
@@ -111,8 +111,10 @@ class PlacementProblem:
     weights: Weights | None = None
     history: tuple[Any, ...] = ()
     drift: float = 0.0
+    traffic_device: torch.device | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "traffic_device", cuda_device(self.traffic))
         traffic = np.array(check_traffic(self.traffic, "traffic"), dtype=np.float64, order="C")
         traffic.setflags(write=False)
         object.__setattr__(self, "traffic", traffic)

@@ -47,14 +47,19 @@ def solve_portfolio(
     """Slot map int32 [L, P] by method "portfolio", P = E. A time budget is not kept: this is never fast."""
     slots: Any = np.empty((problem.num_layers, problem.num_slots), dtype=np.int32)
     for layer in range(problem.num_layers):
-        current = None if problem.current is None else problem.current[layer]
-        home = portfolio_search.solve_layer(problem, layer, effort, max_moves)
-        if home is None:
-            slots[layer] = identity(problem) if current is None else current
-            continue
-        held = [set(np.flatnonzero(home == rank).tolist()) for rank in range(problem.num_ranks)]
-        slots[layer] = slots_in_ranks(held, current, problem.slots_per_rank)
+        slots[layer] = slots_of(
+            problem, layer, portfolio_search.solve_layer(problem, layer, effort, max_moves)
+        )
     return slots
+
+
+def slots_of(problem: PlacementProblem, layer: int, home: Any | None) -> Any:
+    """Slot map [P] of a layer from the rank of each expert [E]; None: the layer has no traffic and stays."""
+    current = None if problem.current is None else problem.current[layer]
+    if home is None:
+        return identity(problem) if current is None else current
+    held = [set(np.flatnonzero(home == rank).tolist()) for rank in range(problem.num_ranks)]
+    return slots_in_ranks(held, current, problem.slots_per_rank)
 
 
 def solve_layer(problem: PlacementProblem, layer: int, method: str) -> Any:

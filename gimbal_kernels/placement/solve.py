@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import host, reference, replica_host, replica_search
+from . import cuda, host, reference, replica_host, replica_search
 from .checks import LIMIT, is_number
 from .objective import evaluate
 from .portfolio import Effort
@@ -14,7 +14,7 @@ from .two_level import start_by_node
 
 METHODS = ("portfolio", "paper", "greedy", "eplb", "stay")
 EFFORTS = ("fast", "default", "best")
-BACKENDS = ("auto", "host", "reference")
+BACKENDS = ("auto", "host", "reference", "cuda")
 # Sums of shares over ranks stay within 32 bits.
 MOST_RANKS = 1024
 # From so many ranks on the search with spare slots starts by node: fewer than that it handles as well at once.
@@ -48,8 +48,9 @@ def place(
             to that many.
         time_budget: seconds after which "portfolio" starts no more kicks. Two machines may then choose
             differently: solve on one and broadcast, or set none.
-        backend: "host" is compiled, "reference" plain numpy; both give the same bytes. "auto" takes "host"
-            where it is available.
+        backend: "host" is compiled, "reference" plain numpy, "cuda" runs "portfolio" without spare slots or limits
+            on a GPU; all give the same bytes. "auto": "cuda" where it can serve traffic given as a CUDA tensor;
+            else "host" where it is available.
 
     Returns:
         Placement; without a time budget `slots` is the same bytes for the same problem on every machine. A layer
@@ -58,9 +59,9 @@ def place(
         twice on a rank: no result of it ever does, as far as max_moves allows, whatever the moves cost.
 
     Raises:
-        ValueError: an unknown method, effort or backend, "host" where it is not available, a negative max_moves
-            or time_budget, max_moves without a current placement, either of them with another method than
-            "portfolio", or spare slots with a method that places one copy per expert.
+        ValueError: an unknown method, effort or backend, one that is not available or cannot serve, a negative
+            max_moves or time_budget, max_moves without a current placement, either of them with another method
+            than "portfolio", or spare slots with a method that places one copy per expert.
     """
     for name, value, valid in (
         ("method", method, METHODS),
@@ -75,20 +76,31 @@ def place(
             f"{problem.num_experts} experts; valid with spare slots: portfolio, eplb, stay"
         )
     _check_limits(problem, method, max_moves, time_budget)
+    if _on_gpu(problem, method, backend, limited=(max_moves, time_budget) != (None, None)):
+        kicks = Effort.named(effort, problem.num_ranks)
+        return evaluate(problem, cuda.solve_portfolio(problem, kicks, device=cuda.device_of(problem)))
     chosen = _backend(backend)
     if method != "portfolio":
         return evaluate(problem, chosen.solve(problem, method))
-    if problem.num_slots > problem.num_experts:
-        return evaluate(problem, _with_spare_slots(problem, chosen, effort, max_moves, time_budget))
-    kicks = Effort.named(effort, problem.num_ranks)
-    slots = chosen.solve_portfolio(problem, kicks, max_moves=max_moves, time_budget=time_budget)
-    return evaluate(problem, slots)
+    return evaluate(problem, _portfolio(problem, chosen, effort, max_moves, time_budget))
 
 
-def _with_spare_slots(
+def _on_gpu(problem: PlacementProblem, method: str, backend: str, *, limited: bool) -> bool:
+    if backend != "cuda" and (backend != "auto" or problem.traffic_device is None):
+        return False
+    reason = cuda.why_not(problem, method, limited=limited)
+    if backend == "cuda" and reason is not None:
+        raise ValueError(f"backend: 'cuda' is not available: {reason}; valid: auto, host, reference")
+    return reason is None
+
+
+def _portfolio(
     problem: PlacementProblem, one_copy: Any, effort: str, max_moves: int | None, time_budget: float | None
 ) -> Any:
-    """Slots int32 [L, P], "portfolio"; on many ranks from a start by node too, unless "fast" has another."""
+    """Slots int32 [L, P]; spare ones on many ranks from a start by node too, unless "fast" has another."""
+    if problem.num_slots == problem.num_experts:
+        chosen = Effort.named(effort, problem.num_ranks)
+        return one_copy.solve_portfolio(problem, chosen, max_moves=max_moves, time_budget=time_budget)
     compiled = one_copy is host and replica_host.status() == "ready"
     solver: Any = replica_host if compiled else replica_search
     kicks = kicks_for(effort, problem.num_experts, problem.num_slots)
@@ -121,7 +133,7 @@ def _check_limits(
 
 def available_backends() -> dict[str, str]:
     """Backend name -> "ready", or the reason why it cannot be used."""
-    return {"host": host.status(), "reference": "ready"}
+    return {"host": host.status(), "reference": "ready", "cuda": cuda.status()}
 
 
 def _backend(name: str) -> Any:

@@ -140,7 +140,7 @@ def test_bytes_do_not_depend_on_the_machine(backend):
 
 def test_every_backend_is_listed_with_its_state():
     state = available_backends()
-    assert set(state) == {"host", "reference"}
+    assert set(state) == {"host", "reference", "cuda"}
     assert state["reference"] == "ready"
 
 
