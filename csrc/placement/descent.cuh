@@ -55,7 +55,8 @@ GIMBAL_BODY long long descend(S& search, int limit = 1 << 30) {
       if (search.s.dirty[r] == 0) continue;
       search.scan(r);  // ends with a barrier
     }
-    for (int r = search.b.rank(); r < search.y.ranks; r += search.b.size()) search.s.dirty[r] = 0;
+    for (int r = search.b.rank(); r < search.y.ranks; r += search.b.size())
+      if (search.s.dirty[r] != 0) search.s.dirty[r] = 0;  // others may still be reading those that are 0
     const int best = search.b.argmin(search.s.best, search.y.ranks, wide);
     const int a = best / wide, x = best % wide, value = search.s.best[best];
     if (value >= 0) return total;
