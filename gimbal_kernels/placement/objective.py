@@ -116,6 +116,20 @@ def window_weights(count: int) -> Any:
     return weight / weight.sum()
 
 
+def windows_with_picks(problem: PlacementProblem, layer: int) -> tuple[Any, Any, Any] | None:
+    """Loads [K, E], totals [K] and weights [K] (summing to 1) of a layer's windows that saw picks, this one first.
+
+    None without picks in this window. Sums run one after another, as in the compiled solvers.
+    """
+    loads = problem.window_loads()[:, layer]
+    totals = np.add.accumulate(loads, axis=1)[:, -1]
+    if totals[0] < EMPTY_BELOW:
+        return None
+    kept = totals >= EMPTY_BELOW
+    weight = window_weights(len(kept))[kept]
+    return loads[kept], totals[kept], weight / np.add.accumulate(weight)[-1]
+
+
 def load_by_expert(problem: PlacementProblem, slots: Any, shares: Any = None) -> Any:
     """Picks of each expert that each rank serves, float64 [L, E, R]: by `shares`, or the nearest copies evenly."""
     rank: Any = np.arange(problem.num_slots) // problem.slots_per_rank

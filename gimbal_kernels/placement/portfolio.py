@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import EMPTY_BELOW
-from .objective import window_weights
+from .objective import windows_with_picks
 from .problem import PlacementProblem, Weights
 
 # Weight of balance in each stage, in units of beta: a geometric series from 0.2 to 1.
@@ -69,16 +68,13 @@ class IntegerLayer:
 
 def to_integers(problem: PlacementProblem, layer: int) -> IntegerLayer | None:
     """The layer scaled to integers; None without traffic in this window."""
-    loads = problem.window_loads()[:, layer]
-    totals = np.add.accumulate(loads, axis=1)[:, -1]  # one after another, as the compiled solver adds
-    if totals[0] < EMPTY_BELOW:
+    windows = windows_with_picks(problem, layer)
+    if windows is None:
         return None
-    kept = totals >= EMPTY_BELOW
-    loads, means = loads[kept], totals[kept] / problem.num_ranks
-    weight = window_weights(len(kept))[kept]
-    weight = weight / np.add.accumulate(weight)[-1]
+    loads, total, weight = windows
+    means = total / problem.num_ranks
     chosen = problem.weights_for(Weights())
-    comm, rank_class = _comm(problem, layer, chosen.alpha / totals[0])
+    comm, rank_class = _comm(problem, layer, chosen.alpha / total[0])
     units = _units(problem, comm, loads / means[:, None], weight, chosen)
     home = np.full(problem.num_experts, -1)
     if problem.current is not None:

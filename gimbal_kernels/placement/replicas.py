@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import EMPTY_BELOW
-from .objective import window_weights
+from .objective import windows_with_picks
 from .portfolio import MOST_UNITS
 from .problem import PlacementProblem, Weights
 
@@ -99,14 +98,11 @@ def kicks_for(effort: str, experts: int, slots: int) -> int:
 
 def to_integers(problem: PlacementProblem, layer: int, stage: float) -> ReplicaLayer | None:
     """The layer with balance at `stage` times beta; None without traffic in this window."""
-    loads = problem.window_loads()[:, layer]
-    totals = np.add.accumulate(loads, axis=1)[:, -1]  # one after another, as the compiled search adds
-    if totals[0] < EMPTY_BELOW:
+    windows = windows_with_picks(problem, layer)
+    if windows is None:
         return None
-    kept = totals >= EMPTY_BELOW
-    loads, means = loads[kept], totals[kept] / problem.num_ranks
-    weight = window_weights(len(kept))[kept]
-    weight = weight / np.add.accumulate(weight)[-1]
+    loads, total, weight = windows
+    means = total / problem.num_ranks
     chosen = problem.weights_for(Weights())
     ranks, placed = problem.num_ranks, problem.current is not None
     was_on: Any = np.zeros((problem.num_experts, ranks), dtype=bool)
@@ -114,7 +110,7 @@ def to_integers(problem: PlacementProblem, layer: int, stage: float) -> ReplicaL
         was_on[problem.current[layer], np.arange(problem.num_slots) // problem.slots_per_rank] = True
     square = chosen.beta * (problem.drift * problem.drift) / (ranks * (means[0] * means[0]))
     move = chosen.gamma / problem.num_experts if placed else 0.0
-    units = _units(problem, layer, loads / means[:, None], weight, chosen.alpha / totals[0], square, move)
+    units = _units(problem, layer, loads / means[:, None], weight, chosen.alpha / total[0], square, move)
     each = np.sqrt(chosen.beta * stage * weight * units / ranks) / means
     distance = problem.topology.distance
     return ReplicaLayer(
@@ -125,7 +121,7 @@ def to_integers(problem: PlacementProblem, layer: int, stage: float) -> ReplicaL
         was_on=was_on if placed else np.ones_like(was_on),
         size=problem.slots_per_rank,
         move=int(np.rint(units * move)),
-        unit_remote=units * (chosen.alpha / totals[0]),
+        unit_remote=units * (chosen.alpha / total[0]),
         unit_square=units * square,
         unit_load=each,
         mean=np.rint(means * each).astype(np.int64),
