@@ -186,9 +186,10 @@ class Dispatcher:
 
     def pump(self) -> None:
         """To be called when anything has changed: sends what may be sent, looks again at what waits."""
+        decoders_lost = len(alive(self.decode)) < len(self.decode)
         for node, queue in self._held.items():
-            if not node.alive:
-                _again(queue)
+            if decoders_lost or not node.alive or node.silent(self._clock()):
+                self._leave(node, queue)
             while queue and self._has_room(node):
                 entry = queue.popleft()
                 assert entry.placement is not None
@@ -219,7 +220,7 @@ class Dispatcher:
     def _decide(self, ticket: Ticket, excluded: Collection[Node]) -> Placement | None:
         """The policy's decision; None: nobody can take it now."""
         started = time.perf_counter()
-        prefill = [node for node in self.prefill if node not in excluded]
+        prefill = self._prefill_nodes(excluded)
         if ticket.tokens is None:
             live = alive(prefill)
             if not live:
@@ -236,6 +237,20 @@ class Dispatcher:
         if route.node is None:
             return None
         return Placement(self._by_url[route.node], route.chunks, route, seconds)
+
+    def _prefill_nodes(self, excluded: Collection[Node]) -> list[Node]:
+        """In order; those whose reports have stopped only where no other one answers."""
+        nodes, now = [node for node in self.prefill if node not in excluded], self._clock()
+        heard = [node for node in nodes if not node.silent(now)]
+        return heard if alive(heard) else nodes
+
+    def _leave(self, node: Node, queue: deque[_Held]) -> None:
+        """Requests that another node should compute by now, or nobody could decode, no longer wait for this one."""
+        for entry in tuple(queue):
+            stays = node.alive and node in self._prefill_nodes(entry.excluded)
+            if not stays or not alive(self.decode, entry.excluded):
+                queue.remove(entry)
+                _finish(entry, None)
 
     def _link_unmeasured(self, prefill: Sequence[Node], now: float) -> bool:
         """The link's bandwidth is not known, and the first prompt that one of these nodes computes will tell it.
@@ -285,11 +300,6 @@ class Dispatcher:
         node.send(Sent(ticket.name, ticket.tokens, deflected, ticket.tbt_slo))
         held = self._clock() - since
         return Placement(node, placement.chunks, placement.route, placement.seconds, held)
-
-
-def _again(queue: deque[_Held]) -> None:
-    while queue:
-        _finish(queue.popleft(), None)
 
 
 def _finish(entry: _Held, placement: Placement | None) -> None:

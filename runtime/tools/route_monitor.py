@@ -27,7 +27,8 @@ class Monitor:
     Args:
         session: HTTP client.
         node: that is kept up to date.
-        on_change: called when the node is lost or found, and after every report with the prompts completed.
+        on_change: called when the node is lost or found, and whenever it was asked for a report, with the prompts
+            completed.
         health_interval, report_interval: seconds between questions.
         timeout: seconds until a question has failed. A report comes between two iterations, so the time for it
             is bounded by the node's `stale_after` instead.
@@ -74,7 +75,7 @@ class Monitor:
                     why = f"/health answers {answer.status}"
         except aiohttp.ClientConnectorError as failure:
             why, refused = str(failure), True
-        except (aiohttp.ClientError, asyncio.TimeoutError) as failure:
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as failure:
             why = str(failure) or f"/health is silent for {self._timeout} s"
         if not why:
             self._failures = 0
@@ -106,13 +107,13 @@ class Monitor:
                     node.why = "" if report is not None else "its report is not one of a single engine"
                 else:
                     node.why = f"{PATH} answers {answer.status}: GIMBAL_NODE_STATISTICS=1 is not set there?"
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as failure:
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, ValueError) as failure:
             node.why = f"no report: {failure or type(failure).__name__}"
             # A connection that breaks is often the first sign of a server's end.
             if not isinstance(failure, asyncio.TimeoutError):
                 await self.check()
-        if report is not None and node.alive:
-            self._on_change(node, node.observe(report, time.monotonic()))
+        if node.alive:  # without a report as well: the last one may have become too old
+            self._on_change(node, [] if report is None else node.observe(report, time.monotonic()))
 
 
 def _only_engine(body: Any) -> NodeReport | None:

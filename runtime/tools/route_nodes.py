@@ -107,6 +107,10 @@ class Node:
         report = self.report
         return report if report is not None and now - self._reported_at <= self.stale_after else None
 
+    def silent(self, now: float) -> bool:
+        """Its reports have stopped coming: its engine may stand still, although its server answers."""
+        return self.report is not None and self.fresh(now) is None
+
     def queued(self, now: float) -> list[tuple[int, int]] | None:
         """(tokens left, tokens done) of the prompts on it; None: not known."""
         report = self.fresh(now)

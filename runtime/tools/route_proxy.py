@@ -37,6 +37,9 @@ from .route_upstream import (
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ATTEMPTS = 2
 MAX_BODY = 64 << 20
+KEEP_ALIVE = 2.0
+"""Seconds for which an idle connection to a node is kept. vLLM closes one after 5 s; a request that is sent in that
+very moment gets no answer, and cannot be told from one that the node has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class Proxy:
         return app
 
     async def _running(self, app: web.Application) -> Any:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
         async with aiohttp.ClientSession(connector=connector) as session:
             settings = self.settings
             self._session = session

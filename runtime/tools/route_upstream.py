@@ -117,6 +117,9 @@ class Upstream:
         Raises:
             Unanswered: the node was lost, or did not answer properly.
         """
+        if not node.alive:  # its loss, which ends the calls to it, is over
+            call.close()
+            raise Unanswered(node, f"lost before it was asked ({node.why})")
         task = asyncio.ensure_future(call)
         node.legs.add(task)
         try:
@@ -182,15 +185,25 @@ class Upstream:
         """Too late for another node from here on: what goes wrong is told in the stream, which then ends."""
         try:
             await reply.prepare(request)
+            begun = b""
             while chunk:
-                await reply.write(chunk)
+                # An error event behind half of another one could not be read.
+                events, begun = _split(begun + chunk)
+                if events:
+                    await reply.write(events)
                 chunk = await answer.content.readany()
+            if begun:
+                await reply.write(begun)
+            return
         except asyncio.CancelledError:
             if node.alive:
                 raise  # the client has gone away
-            await _say(reply, f"{node.url}: lost while it was answering ({node.why})")
+            why = f"lost while it was answering ({node.why})"
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as failure:
-            await _say(reply, f"{node.url}: {failure or type(failure).__name__}")
+            why = str(failure) or type(failure).__name__
+        # Lost (again) while the client makes us wait, the node must not make this look like a call to be retried.
+        node.legs.discard(asyncio.current_task())  # type: ignore[arg-type]
+        await _say(reply, f"{node.url}: {why}")
 
     def _post(self, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         return _Answer(
@@ -206,7 +219,7 @@ class Upstream:
                 f"{node.url}/tokenize", json=asked, timeout=aiohttp.ClientTimeout(total=5.0)
             ) as answer:
                 count = (await answer.json())["count"] if answer.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError):
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, ValueError, KeyError, TypeError):
             return None
         return count if type(count) is int and count > 0 else None
 
@@ -245,6 +258,13 @@ def _passed(answer: aiohttp.ClientResponse, data: bytes) -> web.Response:
 
 def _text(data: bytes) -> str:
     return data.decode(errors="replace").strip()[:500]
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Whole events of a stream, and the beginning of the next one."""
+    ends = (data.rfind(blank) + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if blank in data)
+    end = max(ends, default=0)
+    return data[:end], data[end:]
 
 
 async def _say(reply: web.StreamResponse, message: str) -> None:

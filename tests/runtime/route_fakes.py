@@ -53,7 +53,9 @@ def make_report(**changes: Any) -> NodeReport:
 class FakeNode:
     """One server. Attributes are what it does; change them while it runs.
 
-    `gate`: answers wait until it is set. `drop_after`: the connection breaks after that many streamed tokens.
+    `gate`: answers wait until it is set. `drop_after`: the connection breaks after that many streamed tokens,
+    `drop_inside`: that many and half an event. `thawed`: while it is not set, the server stands still as if stopped
+    by SIGSTOP; `engine`: the same of what is behind an API server that goes on answering.
     """
 
     status: int = 200
@@ -63,11 +65,14 @@ class FakeNode:
     tokens: int = 3
     token_gap: float = 0.0
     drop_after: int | None = None
+    drop_inside: bool = False
     error_event: bool = False
     healthy: bool = True
     tokenizes: bool = True
     kv_params: dict[str, Any] | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    thawed: asyncio.Event = field(default_factory=asyncio.Event)
+    engine: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
@@ -75,11 +80,12 @@ class FakeNode:
     runner: web.AppRunner | None = None
 
     def __post_init__(self) -> None:
-        self.gate.set()
+        for event in (self.gate, self.thawed, self.engine):
+            event.set()
 
     async def start(self, port: int = 0) -> None:
         """Listens; gives `url` its value."""
-        app = web.Application()
+        app = web.Application(middlewares=[self._stand_still])
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._complete)
         app.router.add_post("/tokenize", self._tokenize)
@@ -104,6 +110,11 @@ class FakeNode:
         """On the same port."""
         await self.start(int(self.url.rsplit(":", 1)[1]))
 
+    @web.middleware
+    async def _stand_still(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        await self.thawed.wait()
+        return await handler(request)
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
@@ -119,6 +130,7 @@ class FakeNode:
         return web.json_response({"count": len(text.split()), "tokens": []})
 
     async def _node(self, request: web.Request) -> web.Response:
+        await self.engine.wait()
         if self.report_body is not None:
             return web.json_response(self.report_body)
         if self.report is None:
@@ -131,6 +143,7 @@ class FakeNode:
         self.headers.append(request.headers)
         try:
             await self.gate.wait()
+            await self.engine.wait()
             return await self._answer(request, body)
         except asyncio.CancelledError:
             self.aborted += 1
@@ -148,7 +161,12 @@ class FakeNode:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await reply.prepare(request)
         for place, token in enumerate(text):
+            await self.thawed.wait()
+            await self.engine.wait()
             if place == self.drop_after:
+                if self.drop_inside:
+                    await reply.write(b'data: {"choices": [{"te')
+                    await asyncio.sleep(0.05)
                 request.transport.abort()
                 return reply
             if self.error_event:
