@@ -17,6 +17,7 @@ RECORDINGS = ("auto", "kernel", "loads", "compare")
 METHODS = ("portfolio", "greedy", "paper", "eplb")
 TRANSFERS = ("auto", "stock", "process_group", "shared_memory", "peer_memory")
 AFFINITIES = ("prefix", "session", "off")
+SLOT_ORDERS = ("arrival", "size")
 ENV_PREFIX = "GIMBAL_"
 CONFIG_KEY = "gimbal"
 # Set on a server that this package's tools start, so that they find its processes again; not a setting.
@@ -247,6 +248,9 @@ class GimbalConfig:
     )
     w_kv: float = _setting(1.0, _FACTOR, "engine choice: weight of KV cache use in the score")
     w_moe: float = _setting(1.0, _FACTOR, "engine choice: weight of MoE pressure in the score")
+    w_slots: float = _setting(
+        0.5, _FACTOR, "engine choice: weight of the wait for one of `max_num_seqs` slots"
+    )
     close: float = _setting(0.05, _FACTOR, "engine choice: scores this near to the best count as equal")
     stale_after: float = _setting(5.0, _SECONDS, "engine choice: seconds until a trace counts as stale")
     kv_saturated: float = _setting(0.90, _SHARE, "engine choice: KV cache use from which the veto looks")
@@ -263,6 +267,12 @@ class GimbalConfig:
         _number("a number of seconds >= 0, or off, or auto", unlimited=True, auto=True),
         "queue: seconds after which a request is served in arrival order (off or inf: never; auto: by the "
         "waits seen lately)",
+    )
+    slot_order: str = _setting(
+        "arrival",
+        _choice(SLOT_ORDERS),
+        "queue: order while requests wait for slots rather than tokens. arrival: the age limit shrinks; size: it "
+        "does not",
     )
     pressure_interval: int = _setting(8, _integer(1), "engine steps between exchanges of MoE pressure")
     heartbeat: float = _setting(1.0, _SECONDS, "seconds after which an engine publishes an unchanged trace")

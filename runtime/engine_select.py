@@ -59,6 +59,7 @@ class EngineSelector:
         config: the constants; by default those of the SPEC.
         kv_capacity_tokens: tokens that one engine's KV cache holds; None: unknown, and tokens sent since the
             last trace do not count as KV cache use.
+        max_num_seqs: requests that one engine runs at a time; None: unknown, and nothing waits for a slot.
         first: engine at which the order starts. Clients that start at different engines do not all send their
             first request to the same one.
         clients: API servers that choose for these engines. Each sees the others' requests in traces only; what
@@ -75,6 +76,7 @@ class EngineSelector:
         config: SelectConfig | None = None,
         *,
         kv_capacity_tokens: int | None = None,
+        max_num_seqs: int | None = None,
         first: int = 0,
         clients: int = 1,
     ) -> None:
@@ -86,12 +88,15 @@ class EngineSelector:
             raise ValueError(f"token_budget: {token_budget}; valid: an integer >= 1")
         if kv_capacity_tokens is not None and kv_capacity_tokens < 1:
             raise ValueError(f"kv_capacity_tokens: {kv_capacity_tokens}; valid: an integer >= 1, or None")
+        if max_num_seqs is not None and max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs: {max_num_seqs}; valid: an integer >= 1, or None")
         if not 0 <= first < num_engines:
             raise ValueError(f"first: {first}; valid: 0 to {num_engines - 1}")
         self.num_engines = num_engines
         self.token_budget = token_budget
         self.config = config if config is not None else SelectConfig()
         self.kv_capacity_tokens = kv_capacity_tokens
+        self.max_num_seqs = max_num_seqs
         self.clients = clients
         self._next = first
         # One list per figure, kept up to date engine by engine: what is left for select() is min and max.
@@ -101,7 +106,10 @@ class EngineSelector:
         self._moe = [0.0] * num_engines
         self._kv_now = [0.0] * num_engines  # kv'
         self._moe_term = [0.0] * num_engines
-        self._moe_changed = False
+        self._requests = [0] * num_engines
+        self._request_steps = [0.0] * num_engines
+        self._steps_per_slot = 0.0  # of a slot held by one request, the mean over the engines
+        self._means_changed = False
         self._score = [0.0] * num_engines
         self._sent = SentRequests(num_engines)
         self._live: Sequence[int] = range(num_engines)
@@ -145,8 +153,9 @@ class EngineSelector:
         self._sent.forget(engine)
         self._affinity.drop_engine(engine)
         self._time[engine] = -math.inf
-        self._prefill[engine] = self._kv[engine] = self._moe[engine] = 0.0
-        self._moe_changed = True
+        self._prefill[engine] = self._kv[engine] = self._moe[engine] = self._request_steps[engine] = 0.0
+        self._requests[engine] = 0
+        self._means_changed = True
         self._refresh(engine)
 
     def restore_engine(self, engine: int) -> None:
@@ -157,7 +166,7 @@ class EngineSelector:
         """
         self._check_engine("engine", engine)
         self._live = sorted({*self._live, engine})
-        self._moe_changed = True
+        self._means_changed = True
 
     def add_engine(self) -> int:
         """One more engine, behind the last one and without a trace; its index. A removed one comes back by
@@ -168,6 +177,8 @@ class EngineSelector:
         self._time.append(-math.inf)
         for figures in (self._prefill, self._kv, self._moe, self._kv_now, self._moe_term, self._score):
             figures.append(0.0)
+        self._request_steps.append(0.0)
+        self._requests.append(0)
         self._sent.add_engine()
         self.restore_engine(engine)
         return engine
@@ -184,7 +195,7 @@ class EngineSelector:
         """
         self._check_engine("engine", engine)
         prefill = trace.run_prefill + trace.wait_prefill
-        if not all(map(math.isfinite, (prefill, trace.kv, trace.moe, trace.time))):
+        if not all(map(math.isfinite, (prefill, trace.kv, trace.moe, trace.time, trace.request_steps))):
             return
         if engine not in self._live or trace.time < self._time[engine]:
             return
@@ -193,7 +204,9 @@ class EngineSelector:
         self._prefill[engine] = max(0.0, prefill)
         self._kv[engine] = max(0.0, trace.kv)
         self._moe[engine] = max(0.0, trace.moe)
-        self._moe_changed = True  # the mean, and with it every engine's term
+        self._requests[engine] = max(0, trace.requests)
+        self._request_steps[engine] = max(0.0, trace.request_steps)
+        self._means_changed = True  # over the engines, and with them every engine's terms
         self._time[engine] = trace.time
         self._refresh(engine)
 
@@ -270,8 +283,8 @@ class EngineSelector:
             freest = [engine for engine, use in zip(candidates, kv, strict=True) if use == lowest]
             return self._next_in_order(freest), KV_SATURATED
 
-        if self._moe_changed:
-            self._weigh_moe()
+        if self._means_changed:
+            self._weigh()
         scores = list(self._at(self._score, candidates))
         self._scored = (candidates, scores)
         best, close = min(scores), config.close
@@ -301,9 +314,13 @@ class EngineSelector:
         return [figures[engine] for engine in candidates]
 
     def _refresh(self, engine: int) -> None:
-        """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1).
+        """kv' and S of one engine: S = (prefill + compensation)/Q + w_kv·kv' + w_moe·max(0, moe/mean − 1)
+        + w_slots·max(0, n + 1 − M)·G/M.
 
-        With several clients the compensation stands for what all of them have sent.
+        With several clients the compensation stands for what all of them have sent. The last term, this
+        project's own, is the wait for a slot, in steps like the first: of M slots, each held for G steps, one
+        comes free every G/M steps, and a request behind n others needs n + 1 − M of them to. Where slots are what
+        is short, the tokens left to prefill do not show who waits.
         """
         sent = self.clients * self._sent.tokens[engine]
         kv = self._kv[engine]
@@ -311,17 +328,28 @@ class EngineSelector:
             kv += sent / self.kv_capacity_tokens
         self._kv_now[engine] = kv
         prefill = (self._prefill[engine] + sent) / self.token_budget
-        self._score[engine] = prefill + self.config.w_kv * kv + self._moe_term[engine]
+        self._score[engine] = (
+            prefill + self.config.w_kv * kv + self._moe_term[engine] + self._slot_term(engine)
+        )
 
-    def _weigh_moe(self) -> None:
-        """The MoE term of every engine; the mean is over all that are left, candidates or not."""
+    def _slot_term(self, engine: int) -> float:
+        slots = self.max_num_seqs
+        if slots is None:
+            return 0.0
+        ahead = self._requests[engine] + self.clients * self._sent.count(engine) + 1 - slots
+        return self.config.w_slots * ahead * self._steps_per_slot / slots if ahead > 0 else 0.0
+
+    def _weigh(self) -> None:
+        """The terms of every engine that contain a mean over all that are left, candidates or not."""
+        known = [steps for steps in self._request_steps if steps > 0.0]
+        self._steps_per_slot = sum(known) / len(known) if known else 0.0
         mean = sum(self._moe) / len(self._live)
         for engine, moe in enumerate(self._moe):
             # A mean of 0 says that no engine has processed anything: there is no pressure to compare.
             excess = max(0.0, moe / mean - 1.0) if mean > 0.0 else 0.0
             self._moe_term[engine] = self.config.w_moe * excess
             self._refresh(engine)
-        self._moe_changed = False
+        self._means_changed = False
 
     def _next_in_order(self, members: Sequence[int]) -> int:
         """The first of `members` (ascending, not empty) at or behind the ring's position."""

@@ -2,7 +2,7 @@
 
 Service order:
 1. resumed (preempted) requests, the one put back last first, as at the left end of a deque;
-2. requests older than the age limit, in arrival order;
+2. requests older than the age limit, in arrival order; where requests wait for slots it shrinks (`end_pass`);
 3. all others by (uncached prefill tokens in KV blocks, arrival).
 Equal arrivals and equal keys go in the order in which they were pushed. With priorities this is the order among
 requests of one priority, and a lower priority value comes before a higher one whatever their ages.
@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from .age_limit import AutoAgeLimit
+from .slot_wait import TokenShare
 
 AUTO = "auto"
 
@@ -130,6 +131,7 @@ class ShortestPrefillQueue(Generic[Item]):
         self._auto = age_limit if isinstance(age_limit, AutoAgeLimit) else None
         self._fixed = math.inf if isinstance(age_limit, AutoAgeLimit) else age_limit
         self._clock = clock
+        self._token_share = TokenShare()
         self._pushed = 0
         self._items: dict[int, tuple[Item, _Level, int]] = {}  # push number -> item, its level and priority
         self._number: dict[int, int] = {}  # id(item) -> push number
@@ -139,8 +141,9 @@ class ShortestPrefillQueue(Generic[Item]):
 
     @property
     def age_limit(self) -> float:
-        """Seconds, at this moment."""
-        return self._fixed if self._auto is None else self._auto.value
+        """Seconds, at this moment: the limit times the share of waiting that is not for slots."""
+        limit = self._fixed if self._auto is None else self._auto.value
+        return limit if limit == math.inf else limit * self._token_share.value
 
     def push(self, item: Item) -> None:
         """Add a request.
@@ -205,6 +208,14 @@ class ShortestPrefillQueue(Generic[Item]):
                 f"item: {item!r} is not in the queue; valid: an item pushed and not yet taken out"
             )
         self._leave(number)
+
+    def end_pass(self, *, slots_short: bool) -> None:
+        """A scheduling pass has left requests waiting. A scheduler that never says so has the age limit unchanged.
+
+        Args:
+            slots_short: it had tokens left to give, but no slot (`max_num_seqs`).
+        """
+        self._token_share.observe(slots_short=slots_short)
 
     def __len__(self) -> int:
         return len(self._items)

@@ -14,6 +14,8 @@ class SelectConfig:
 
     Attributes:
         w_kv, w_moe: weights of KV cache use and MoE pressure; w_moe = 0 is the mode without feedback.
+        w_slots: weight of a step's wait for a slot (`max_num_seqs`) against a step that computes prompts. Below 1,
+            since a step that only decodes is the shorter one.
         close: scores at most this far above the lowest one count as equal.
         stale_after: seconds; a trace older than this is stale.
         kv_saturated, kv_gap: the veto acts when the highest KV cache use exceeds the first and the spread
@@ -28,6 +30,7 @@ class SelectConfig:
 
     w_kv: float = 1.0
     w_moe: float = 1.0
+    w_slots: float = 0.5
     close: float = 0.05
     stale_after: float = 5.0
     kv_saturated: float = 0.90
@@ -37,7 +40,8 @@ class SelectConfig:
     decisions_kept: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("w_kv", "w_moe", "close", "stale_after", "kv_saturated", "kv_gap", "kv_full"):
+        levels = ("w_kv", "w_moe", "w_slots", "close", "stale_after", "kv_saturated", "kv_gap", "kv_full")
+        for name in levels:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name}: {value!r}; valid: a finite number >= 0")
@@ -51,6 +55,7 @@ class SelectConfig:
         return cls(
             w_kv=config.w_kv,
             w_moe=config.w_moe if config.feeds_pressure else 0.0,
+            w_slots=config.w_slots,
             close=config.close,
             stale_after=config.stale_after,
             kv_saturated=config.kv_saturated,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class EngineTrace:
         moe: recent tokens processed by the experts on the engine's EP ranks (token-equivalents).
         ack: last sequence number of this client that the engine has admitted; 0: none yet.
         time: client's monotonic time, in seconds, at which the engine's counter last rose.
+        requests: running and waiting requests.
+        request_steps: mean number of tokens that a finished request had produced, which is how many engine steps
+            it has held a slot; 0: none has finished yet.
     """
 
     run_prefill: float
@@ -36,6 +39,8 @@ class EngineTrace:
     moe: float
     ack: int
     time: float
+    requests: int = 0
+    request_steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class EngineReport:
     """One publication of one engine, for all clients.
 
     Attributes:
-        run_prefill, wait_prefill: tokens, as in `EngineTrace`.
+        run_prefill, wait_prefill, requests, request_steps: as in `EngineTrace`.
         kv: 0 to 1.
         moe: token-equivalents.
         counter: rises by at least one with each publication: a repeated or late copy is told by it.
@@ -58,6 +63,8 @@ class EngineReport:
     counter: int
     acks: Mapping[int, int]
     figures: Mapping[str, float] = field(default_factory=dict)
+    requests: int = 0
+    request_steps: float = 0.0
 
     def to_wire(self) -> dict[str, Any]:
         """Plain msgpack (and JSON) types under short string keys; `figures` only when there are any."""
@@ -68,6 +75,8 @@ class EngineReport:
             "u": float(self.kv),
             "m": float(self.moe),
             "c": int(self.counter),
+            "n": int(self.requests),
+            "g": float(self.request_steps),
             # msgpack decoders refuse integer keys unless told otherwise, and JSON has none.
             "a": {str(client): int(ack) for client, ack in self.acks.items()},
         }
@@ -85,12 +94,12 @@ class EngineReport:
         """
         if not isinstance(obj, dict) or _count(obj.get("v")) != WIRE_VERSION:
             return None
-        run_prefill, wait_prefill, counter = (_count(obj.get(key)) for key in ("r", "w", "c"))
-        kv, moe = _level(obj.get("u")), _level(obj.get("m"))
+        run_prefill, wait_prefill, counter, requests = (_count(obj.get(key)) for key in ("r", "w", "c", "n"))
+        kv, moe, request_steps = (_level(obj.get(key)) for key in ("u", "m", "g"))
         acks = _acks(obj.get("a"))
         if run_prefill is None or wait_prefill is None or counter is None or acks is None:
             return None
-        if kv is None or kv > 1.0 or moe is None:
+        if kv is None or kv > 1.0 or moe is None or requests is None or request_steps is None:
             return None
         return cls(
             run_prefill=run_prefill,
@@ -100,6 +109,8 @@ class EngineReport:
             counter=counter,
             acks=acks,
             figures=_figures(obj.get("f")),
+            requests=requests,
+            request_steps=request_steps,
         )
 
     def trace_for(self, client_index: int, time: float) -> EngineTrace:
@@ -111,6 +122,8 @@ class EngineReport:
             moe=self.moe,
             ack=self.acks.get(client_index, 0),
             time=time,
+            requests=self.requests,
+            request_steps=self.request_steps,
         )
 
 

@@ -22,6 +22,7 @@ from ..baselines import CountedTrace
 from ..engine_select import Decision, EngineSelector
 from ..iteration_model import IterationModel
 from ..request_queue import ShortestPrefillQueue
+from ..slot_wait import RequestSteps
 from .sim_traffic import Arrival
 
 
@@ -110,6 +111,9 @@ class ArrivalQueue:
         """Take out the next one."""
         return self._items.popleft()
 
+    def end_pass(self, *, slots_short: bool) -> None:
+        """Nothing depends on it."""
+
     def __len__(self) -> int:
         return len(self._items)
 
@@ -144,6 +148,7 @@ class Engine:
         )  # order -> request, step it began
         self.chunks: list[int] = []
         self.preemptions = 0
+        self.request_steps = RequestSteps()
         self.cache: OrderedDict[int, int] = OrderedDict()  # session -> tokens, least recently used first
         self._order = 0
 
@@ -197,6 +202,8 @@ class Engine:
             self.prefills.append([left, request.context - left])
             self.chunks.append(min(left, budget))
             budget -= self.chunks[-1]
+        if len(self.queue):
+            self.queue.end_pass(slots_short=budget > 0 and self.running >= settings.max_num_seqs)
         attention = sum(
             chunk * (done + chunk / 2) for chunk, (_, done) in zip(self.chunks, self.prefills, strict=True)
         )
@@ -233,6 +240,7 @@ class Engine:
         self.prefills = [self.prefills[place] for place in left_over]
         for request in ended:
             request.done = now
+            self.request_steps.observe(request.arrival.output)
             self._keep(request)
         return ended
 
@@ -245,6 +253,8 @@ class Engine:
             moe=0.0,
             ack=self.acks[client],
             time=now,
+            requests=len(self.queue) + self.running,
+            request_steps=self.request_steps.mean,
             waiting=len(self.queue),
             running=self.running,
         )

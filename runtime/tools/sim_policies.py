@@ -111,6 +111,7 @@ def _chooser(policy: Policy, settings: EngineSettings, num_engines: int, first: 
             num_engines,
             settings.token_budget,
             kv_capacity_tokens=capacity,
+            max_num_seqs=settings.max_num_seqs,
             first=first,
             clients=clients,
         )

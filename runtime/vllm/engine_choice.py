@@ -48,7 +48,7 @@ class EngineChoice:
     """One API server's view of its engines.
 
     Args:
-        vllm_config: of the server; gives Q = max_num_batched_tokens and the KV capacity in tokens.
+        vllm_config: of the server; gives Q = max_num_batched_tokens, max_num_seqs and the KV capacity in tokens.
         engine_ranks: DP ranks of the engines that this API server may choose from, consecutive.
         client_index: of this API server; engines acknowledge per client.
         clients: number of API servers.
@@ -77,6 +77,7 @@ class EngineChoice:
             vllm_config.scheduler_config.max_num_batched_tokens,
             SelectConfig.from_config(self.config),
             kv_capacity_tokens=getattr(vllm_config.cache_config, "kv_cache_size_tokens", None) or None,
+            max_num_seqs=_slots(vllm_config.scheduler_config),
             first=first % len(engine_ranks),
             clients=clients,
         )
@@ -202,6 +203,11 @@ def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]
         report.figures for report in reports if report is not None and "pressure_step" in report.figures
     ]
     return dict(max(figures, key=lambda entry: entry["pressure_step"])) if figures else {}
+
+
+def _slots(scheduler_config: Any) -> int:
+    """Requests that an engine runs at a time."""
+    return int(scheduler_config.max_num_active_seqs or scheduler_config.max_num_seqs)
 
 
 def _prompt_tokens(request: Any) -> int:

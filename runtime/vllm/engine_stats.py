@@ -110,6 +110,9 @@ class Reporter:
             counter=0,  # numbered on publication: two reports that say the same are equal
             acks=dict(self._acks),
             figures=worker,
+            requests=sum(scheduler.get_request_counts()),
+            # A scheduler class of the user's own does not know it.
+            request_steps=steps.mean if (steps := getattr(scheduler, "request_steps", None)) else 0.0,
         )
 
 

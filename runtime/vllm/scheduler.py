@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from ..request_queue import ShortestPrefillQueue
+from ..slot_wait import RequestSteps
 from .chunk_limit import ChunkLimited
 from .guard import Fuse, logger
 from .settings import config_for
@@ -93,9 +94,15 @@ class WaitingQueue(RequestQueue):  # type: ignore[misc]
             if request.request_id in self._entries:
                 self.remove_request(request)
 
-    def end_pass(self) -> None:
-        """A scheduling pass is over: what was popped and not put back has been started."""
+    def end_pass(self, *, slots_short: bool | None = None) -> None:
+        """A scheduling pass is over: what was popped and not put back has been started.
+
+        Args:
+            slots_short: the pass had tokens left, but no slot; None: that is not to matter.
+        """
         self._taken.clear()
+        if self._entries and slots_short is not None:
+            self._queue.end_pass(slots_short=slots_short)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -127,12 +134,14 @@ class _ShortestPrefillFirst:
     blocks already, stays vLLM's: it is drained first in any case."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.request_steps = RequestSteps()
         super().__init__(*args, **kwargs)
         scheduler: Any = self
         if scheduler.policy not in (SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY):
             logger.warning("Gimbal: vLLM's '%s' policy is on; the queue stays vLLM's", scheduler.policy.value)
             return
         self._prefix_fuse = Fuse("queue-prefix-lookup")
+        self._ages_by_slots = config_for(scheduler.vllm_config).slot_order == "arrival"
         scheduler.waiting = Fuse("queue").run(self._waiting_queue, lambda: scheduler.waiting)
 
     def _waiting_queue(self) -> WaitingQueue:
@@ -146,12 +155,20 @@ class _ShortestPrefillFirst:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's scheduling pass."""
-        scheduler: Any = super()
-        output = scheduler.schedule(*args, **kwargs)
-        waiting = vars(self).get("waiting")
-        if isinstance(waiting, WaitingQueue):
-            waiting.end_pass()
+        stock: Any = super()
+        output = stock.schedule(*args, **kwargs)
+        scheduler: Any = self
+        if isinstance(scheduler.waiting, WaitingQueue):
+            full = len(scheduler.running) >= scheduler.max_num_active_reqs
+            tokens_left = output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens
+            scheduler.waiting.end_pass(slots_short=(full and tokens_left) if self._ages_by_slots else None)
         return output
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; a request has ended, and its slot is free."""
+        self.request_steps.observe(request.num_output_tokens)
+        stock: Any = super()
+        return stock._free_request(request, *args, **kwargs)
 
     def _uncached_tokens(self, request: Any) -> int:
         left = int(request.num_tokens - request.num_computed_tokens)

@@ -13,16 +13,28 @@ Q = 8192
 
 
 def trace(
-    run: float = 0, wait: float = 0, kv: float = 0.0, moe: float = 0.0, ack: int = 0, time: float = 0.0
+    run: float = 0,
+    wait: float = 0,
+    kv: float = 0.0,
+    moe: float = 0.0,
+    ack: int = 0,
+    time: float = 0.0,
+    requests: int = 0,
+    steps: float = 0.0,
 ) -> EngineTrace:
-    return EngineTrace(run_prefill=run, wait_prefill=wait, kv=kv, moe=moe, ack=ack, time=time)
+    return EngineTrace(run, wait, kv, moe, ack, time, requests=requests, request_steps=steps)
 
 
 # --- the whole algorithm against a direct transcription ---
 
 
 def expected_decision(
-    traces: list[EngineTrace | None], sent: list[int], capacity: int | None, position: int, now: float
+    traces: list[EngineTrace | None],
+    sent: list[list[int]],
+    capacity: int | None,
+    slots: int | None,
+    position: int,
+    now: float,
 ) -> tuple[int, str, list[float | None] | None]:
     """Algorithm 1 as written, with none of the selector's bookkeeping: engine, reason, scores."""
     count = len(traces)
@@ -41,7 +53,9 @@ def expected_decision(
         return following(members), "ordered_no_trace", None
     if any(now - seen.time > 5.0 for seen in known.values()):
         return following(members), "ordered_stale", None
-    kv = {engine: seen.kv + (sent[engine] / capacity if capacity else 0) for engine, seen in known.items()}
+    kv = {
+        engine: seen.kv + (sum(sent[engine]) / capacity if capacity else 0) for engine, seen in known.items()
+    }
     if max(kv.values()) > 0.90 and max(kv.values()) - min(kv.values()) > 0.10:
         return (
             following([engine for engine in members if kv[engine] == min(kv.values())]),
@@ -49,9 +63,18 @@ def expected_decision(
             None,
         )
     mean = sum(seen.moe for seen in traces) / count
+    steps = [seen.request_steps for seen in traces if seen.request_steps]
+    held = sum(steps) / len(steps) if steps else 0.0
+
+    def slot_wait(engine: int) -> float:
+        if slots is None:
+            return 0.0
+        return max(0, known[engine].requests + len(sent[engine]) + 1 - slots) / slots * held
+
     scores = {
-        engine: (seen.run_prefill + seen.wait_prefill + sent[engine]) / Q
+        engine: (seen.run_prefill + seen.wait_prefill + sum(sent[engine])) / Q
         + kv[engine]
+        + 0.5 * slot_wait(engine)
         + (max(0.0, seen.moe / mean - 1) if mean else 0.0)
         for engine, seen in known.items()
     }
@@ -69,6 +92,8 @@ TRACES = st.one_of(
         kv=st.sampled_from([0.0, 0.5, 0.79, 0.8, 0.85, 0.899, 0.9, 0.92, 0.994, 0.995, 1.0]),
         moe=st.sampled_from([0.0, 1.0, 1.04, 7.5, 1e6]),
         time=st.sampled_from([0.0, 4.0, 5.0, 9.9]),
+        requests=st.sampled_from([0, 3, 4, 5, 40]),
+        steps=st.sampled_from([0.0, 2.0, 30.0]),
     ),
 )
 KNOWN = TRACES.filter(lambda seen: seen is not None and seen.time > 4.0)
@@ -81,17 +106,22 @@ KNOWN = TRACES.filter(lambda seen: seen is not None and seen.time > 4.0)
         st.tuples(st.sampled_from([0, 60, 500, 4_000]), st.booleans()), min_size=1, max_size=12
     ),
     capacity=st.sampled_from([None, 8_000, 100_000]),
+    slots=st.sampled_from([None, 1, 4, 64]),
 )
 def test_every_decision_is_the_one_of_the_algorithm(
-    traces: list[EngineTrace | None], requests: list[tuple[int, bool]], capacity: int | None
+    traces: list[EngineTrace | None],
+    requests: list[tuple[int, bool]],
+    capacity: int | None,
+    slots: int | None,
 ) -> None:
-    made = EngineSelector(len(traces), Q, kv_capacity_tokens=capacity)
+    made = EngineSelector(len(traces), Q, kv_capacity_tokens=capacity, max_num_seqs=slots)
     for engine, seen in enumerate(traces):
         if seen is not None:
             made.observe(engine, seen)
-    sent, position, scores = [0] * len(traces), 0, None
+    sent: list[list[int]] = [[] for _ in traces]
+    position, scores = 0, None
     for size, finishes in requests:
-        engine, reason, computed = expected_decision(traces, sent, capacity, position, now=10.0)
+        engine, reason, computed = expected_decision(traces, sent, capacity, slots, position, now=10.0)
         scores = computed if computed is not None else scores
         decision = made.select(size, now=10.0)
         assert (decision.engine, decision.reason) == (engine, reason)
@@ -100,9 +130,9 @@ def test_every_decision_is_the_one_of_the_algorithm(
         if finishes:
             made.release(engine, decision.seq)
         else:
-            sent[engine] += size
+            sent[engine].append(size)
         position = engine + 1
-    assert sent == [made.compensation(engine) for engine in range(len(traces))]
+    assert [sum(sizes) for sizes in sent] == [made.compensation(engine) for engine in range(len(traces))]
 
 
 # --- compensation as a state machine ---

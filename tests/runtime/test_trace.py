@@ -19,6 +19,8 @@ REPORT = EngineReport(
     counter=7,
     acks={0: 12, 3: 5},
     figures={"remote_pick_share": 0.5},
+    requests=9,
+    request_steps=31.5,
 )
 REPORTS = st.builds(
     EngineReport,
@@ -29,10 +31,12 @@ REPORTS = st.builds(
     counter=st.integers(0, 2**60),
     acks=st.dictionaries(st.integers(0, 64), st.integers(0, 2**40)),
     figures=st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False, allow_infinity=False)),
+    requests=st.integers(0, 2**40),
+    request_steps=st.floats(0, 1e15),
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("vrwumcaf01"), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("vrwumcafng01"), inner),
     max_leaves=12,
 )
 
@@ -52,17 +56,17 @@ def test_the_wire_form_is_plain_with_string_keys() -> None:
 
 
 def test_a_client_gets_its_own_ack() -> None:
-    assert REPORT.trace_for(3, 9.5) == EngineTrace(1200, 800, 0.25, 64.5, 5, 9.5)
+    assert REPORT.trace_for(3, 9.5) == EngineTrace(1200, 800, 0.25, 64.5, 5, 9.5, 9, 31.5)
     assert REPORT.trace_for(1, 9.5).ack == 0  # nothing of this client admitted yet
 
 
-@pytest.mark.parametrize("key", ["v", "r", "w", "u", "m", "c", "a"])
+@pytest.mark.parametrize("key", ["v", "r", "w", "u", "m", "c", "a", "n", "g"])
 @pytest.mark.parametrize("value", [None, "1", True, -1, math.nan, math.inf, 10**400, [], {"x": 1}])
 def test_a_report_with_a_bad_signal_is_no_report(key: str, value: Any) -> None:
     assert EngineReport.from_wire({**REPORT.to_wire(), key: value}) is None
 
 
-@pytest.mark.parametrize("key", ["v", "r", "w", "u", "m", "c", "a"])
+@pytest.mark.parametrize("key", ["v", "r", "w", "u", "m", "c", "a", "n", "g"])
 def test_a_report_without_a_signal_is_no_report(key: str) -> None:
     wire = REPORT.to_wire()
     del wire[key]
@@ -74,7 +78,7 @@ def test_a_report_without_a_signal_is_no_report(key: str) -> None:
     [
         ("u", 1.01),
         ("r", 1.5),
-        ("v", 2),
+        ("v", 1),
         ("a", {"0": -1}),
         ("a", {"0": 1.0}),
         ("a", {0: 1}),

@@ -42,7 +42,9 @@ def make_config(*, prefix_caching: bool = False, **settings: Any) -> Any:
     return SimpleNamespace(
         additional_config={"gimbal": {"mode": "full", **settings}},
         model_config=SimpleNamespace(is_moe=True),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=1000),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=1000, max_num_seqs=64, max_num_active_seqs=None
+        ),
         cache_config=SimpleNamespace(
             kv_cache_size_tokens=100_000, block_size=16, enable_prefix_caching=prefix_caching
         ),
