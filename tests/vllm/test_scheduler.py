@@ -129,6 +129,54 @@ def seconds_until_started(scheduler: Scheduler, limit: float) -> float:
     return math.inf
 
 
+def limit_after(scheduler: Scheduler, lengths: list[int], passes: int) -> float:
+    """The age limit after that many passes, each with these prompts waiting in front of it."""
+    requests = Requests()
+    for _ in range(passes):
+        while len(scheduler.waiting) < len(lengths):
+            scheduler.add_request(requests.make(lengths[len(scheduler.waiting)]))
+        run_step(scheduler)
+    return scheduler.waiting._queue.age_limit
+
+
+@pytest.mark.vllm
+def test_the_age_limit_shrinks_while_slots_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0", max_num_seqs=2))
+    assert limit_after(scheduler, [20, 20, 20, 20], passes=40) == pytest.approx(5.0 * 0.95**40)
+    # A pass that is full of tokens too counts as short of tokens, and so does one with slots to spare.
+    back = limit_after(scheduler, [1000, 1000, 1000], passes=100)
+    assert 4.9 < back < 5.0
+
+
+@pytest.mark.vllm
+def test_the_age_limit_stays_while_tokens_are_short_or_size_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0"))
+    assert limit_after(scheduler, [150] * 6, passes=40) == 5.0
+    monkeypatch.setenv("GIMBAL_SLOT_ORDER", "size")
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0", max_num_seqs=2))
+    assert limit_after(scheduler, [20] * 4, passes=40) == 5.0
+
+
+@pytest.mark.vllm
+def test_the_scheduler_knows_how_long_requests_hold_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0"))
+    assert scheduler.request_steps.mean == 0.0
+    requests = Requests()
+    made = [requests.make(20) for _ in range(3)]
+    for request, tokens in zip(made, (1, 3, 5), strict=True):
+        request.sampling_params.max_tokens = request.max_tokens = tokens
+        scheduler.add_request(request)
+    aborted = requests.make(20)
+    scheduler.add_request(aborted)
+    scheduler.finish_requests(aborted.request_id, RequestStatus.FINISHED_ABORTED)  # it has held none
+    for _ in range(8):
+        run_step(scheduler)
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.request_steps.mean == pytest.approx(3.0)
+
+
 @pytest.mark.vllm
 def test_long_prompt_starts_when_it_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(make_config(monkeypatch, "5.0"))
