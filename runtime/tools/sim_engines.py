@@ -12,7 +12,7 @@ trace, and that term of the score has no part in these results.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -21,8 +21,8 @@ from typing import Protocol
 from ..baselines import CountedTrace
 from ..engine_select import Decision, EngineSelector
 from ..iteration_model import IterationModel
-from ..request_queue import ShortestPrefillQueue
 from ..slot_wait import RequestSteps
+from .sim_requests import Queue, Request
 from .sim_traffic import Arrival
 
 
@@ -63,62 +63,6 @@ class Chooser(Protocol):
 
     def release(self, engine: int, seq: int) -> None:
         """A request has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request in the simulation; a queue item (`prefill_tokens`, `arrival_time`)."""
-
-    arrival: Arrival
-    client: int = 0
-    engine: int = -1
-    seq: int = 0
-    prefill_tokens: int = 0
-    produced: int = 0
-    first: float = math.nan
-    done: float = math.nan
-
-    @property
-    def arrival_time(self) -> float:
-        """Seconds."""
-        return self.arrival.time
-
-    @property
-    def context(self) -> int:
-        """Prompt and tokens so far: what a prefill of it would have to compute."""
-        return self.arrival.prompt + self.produced
-
-
-class ArrivalQueue:
-    """First come, first served; a preempted request goes to the front."""
-
-    def __init__(self) -> None:
-        self._items: deque[Request] = deque()
-
-    def push(self, item: Request) -> None:
-        """Add at the end."""
-        self._items.append(item)
-
-    def push_front(self, item: Request) -> None:
-        """Add at the front."""
-        self._items.appendleft(item)
-
-    def peek(self) -> Request:
-        """The next one."""
-        return self._items[0]
-
-    def pop(self) -> Request:
-        """Take out the next one."""
-        return self._items.popleft()
-
-    def end_pass(self, *, slots_short: bool) -> None:
-        """Nothing depends on it."""
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-Queue = ArrivalQueue | ShortestPrefillQueue[Request]
 
 
 class Engine:

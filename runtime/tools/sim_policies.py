@@ -18,7 +18,8 @@ from ..baselines import (
 )
 from ..engine_select import EngineSelector
 from ..request_queue import ShortestPrefillQueue
-from .sim_engines import ArrivalQueue, Chooser, Cluster, EngineSettings, Queue, Request
+from .sim_engines import Chooser, Cluster, EngineSettings
+from .sim_requests import ArrivalQueue, Queue, Request
 from .sim_traffic import Arrival
 
 HORIZON = 8

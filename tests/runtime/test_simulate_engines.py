@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from gimbal_runtime.engine_select import EngineSelector
 from gimbal_runtime.iteration_model import IterationModel
-from gimbal_runtime.tools.sim_engines import ArrivalQueue, Cluster, Engine, EngineSettings
+from gimbal_runtime.tools.sim_engines import Cluster, Engine, EngineSettings
 from gimbal_runtime.tools.sim_policies import POLICIES, build, measure, saturated_rate
+from gimbal_runtime.tools.sim_requests import ArrivalQueue
 from gimbal_runtime.tools.sim_traffic import Arrival, at_rate, generate, in_sessions
 
 MODEL = IterationModel(0.01, 1e-4, 1e-7, 1e-4, 1e-8)
