@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -110,7 +112,18 @@ def test_changes_are_paired_by_repetition() -> None:
     ]  # the third has nothing to be compared with
     assert table.paired_changes(own, base, "ttft_mean") == pytest.approx([-0.5, -0.1])
     lines = table.changes_table({"runs": [*base, *own]}, "token-bound")
-    assert lines[2].startswith("| dp | -30 % (-50 to -10) |")
+    # The geometric mean of 0.5 and 0.9 is 0.671; the 97.5 % quantile of t with one degree of freedom is 12.7.
+    mean, low, high = (float(part) for part in re.findall(r"[-+]\d+", lines[2].split("|")[2]))
+    assert mean == -33
+    half = 12.7062 * math.log(0.9 / 0.5) / 2
+    assert math.log1p(high / 100) - math.log(0.671) == pytest.approx(half, rel=0.02)
+    assert low == -98
+
+
+def test_halved_and_doubled_is_no_change() -> None:
+    table = load("engine_choice_table")
+    rows = {"runs": [run("off", 0, 1.0), run("off", 1, 1.0), run("dp", 0, 2.0), run("dp", 1, 0.5)]}
+    assert table.changes_table(rows, "token-bound")[2].startswith("| dp | +0 % (")
 
 
 def test_the_table_has_mean_and_spread() -> None:
