@@ -15,6 +15,8 @@ import numpy as np
 
 CHUNK_SIZES = (2048, 1024, 512, 256, 128)
 """Tokens of a chunk, descending (SPEC section 8)."""
+FINER_SIZES = (64, 32, 16)
+"""Taken only when a batch has grown since the plan was made: too small to plan with, each costs an iteration."""
 
 
 def count_steps(
@@ -98,8 +100,9 @@ def next_chunk(chunks: Sequence[int], prompt_tokens: int, done: int) -> int | No
 def fitting_chunk(
     planned: int, seconds: Callable[[int], float], limit: float, sizes: Sequence[int] = CHUNK_SIZES
 ) -> int:
-    """The largest of `planned` and the smaller `sizes` whose iteration stays within `limit` now; the smallest of
-    them when none does, since a prompt that stands still would never end.
+    """The largest of `planned`, the smaller `sizes` and `FINER_SIZES` whose iteration stays within `limit` now. When
+    none does, smaller chunks would only be late more often, and a prompt that stands still would never end: then
+    the smallest of `planned` and `sizes`.
 
     Args:
         planned: tokens of the chunk under its schedule, > 0.
@@ -108,4 +111,5 @@ def fitting_chunk(
         sizes: of chunks, descending.
     """
     tried = [planned, *(size for size in sizes if size < planned)]
-    return next((size for size in tried if seconds(size) <= limit), tried[-1])
+    finer = (size for size in FINER_SIZES if size < tried[-1])
+    return next((size for size in (*tried, *finer) if seconds(size) <= limit), tried[-1])

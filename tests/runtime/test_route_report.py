@@ -127,3 +127,11 @@ def test_the_largest_chunk_that_stays_within_the_limit() -> None:
     assert fitting_chunk(700, seconds, 0.001) == 128  # none fits: the smallest, so that the prompt ends
     assert fitting_chunk(100, seconds, 0.001) == 100
     assert fitting_chunk(700, seconds, 0.07, sizes=(600, 300)) == 600
+    assert [fitting_chunk(700, seconds, limit) for limit in (0.0227, 0.0165, 0.0133, 0.0117)] == [
+        64,
+        64,
+        32,
+        16,
+    ]
+    assert fitting_chunk(700, seconds, 0.0115) == 128  # finer ones would be late as well, only more often
+    assert [fitting_chunk(planned, seconds, 0.0117) for planned in (50, 16, 10)] == [16, 16, 10]

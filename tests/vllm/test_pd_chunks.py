@@ -56,6 +56,8 @@ def deflect(scheduler: Any, requests: Requests, steps: int, length: int = 900, *
         (0.0711, [600, 300]),  # 11 ms and 60 ms for the tokens
         (0.0709, [512, 88, 300]),
         (0.04, [256, 256, 88, 256, 44]),
+        (0.0175, [64] * 9 + [24, 64]),  # 6.5 ms for the tokens: finer than any plan
+        (0.0127, [16] * 3),
         (0.001, [128, 128, 128, 128, 88, 128, 128, 44]),  # too late whatever is taken: it has to end
     ],
 )
