@@ -100,9 +100,9 @@ def next_chunk(chunks: Sequence[int], prompt_tokens: int, done: int) -> int | No
 def fitting_chunk(
     planned: int, seconds: Callable[[int], float], limit: float, sizes: Sequence[int] = CHUNK_SIZES
 ) -> int:
-    """The largest of `planned`, the smaller `sizes` and `FINER_SIZES` whose iteration stays within `limit` now. When
-    none does, smaller chunks would only be late more often, and a prompt that stands still would never end: then
-    the smallest of `planned` and `sizes`.
+    """The largest of `planned`, the smaller `sizes` and `FINER_SIZES` whose iteration stays within `limit` now.
+    When none does, smaller chunks would only be late more often, and a prompt that stands still would never end:
+    then the smallest of `planned` and `sizes`.
 
     Args:
         planned: tokens of the chunk under its schedule, > 0.
