@@ -135,6 +135,7 @@ class _ShortestPrefillFirst:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.request_steps = RequestSteps()
+        self._slot_fuse = Fuse("slot-wait", "what is known of slots stays as it is")
         super().__init__(*args, **kwargs)
         scheduler: Any = self
         if scheduler.policy not in (SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY):
@@ -157,16 +158,33 @@ class _ShortestPrefillFirst:
         """vLLM's scheduling pass."""
         stock: Any = super()
         output = stock.schedule(*args, **kwargs)
-        scheduler: Any = self
-        if isinstance(scheduler.waiting, WaitingQueue):
-            full = len(scheduler.running) >= scheduler.max_num_active_reqs
-            tokens_left = output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens
-            scheduler.waiting.end_pass(slots_short=(full and tokens_left) if self._ages_by_slots else None)
+        waiting = vars(self).get("waiting")
+        if isinstance(waiting, WaitingQueue):
+            short = self._slot_fuse.run(lambda: self._slots_short(output, *args, **kwargs), lambda: None)
+            waiting.end_pass(slots_short=short)
         return output
+
+    def _slots_short(self, output: Any, throttle_prefills: bool = False) -> bool | None:
+        """Whether the pass that is over had tokens left, but no slot.
+
+        None: nothing follows from it. `slot_order` is size, or vLLM itself kept requests waiting: it is paused, or
+        (for balance between engines) the pass started no prefill and left the slots that came free empty.
+
+        Args:
+            output: of the pass.
+            throttle_prefills: as vLLM's `schedule` was given it.
+        """
+        scheduler: Any = self
+        if not self._ages_by_slots or throttle_prefills or scheduler.pause_state:  # PauseState.UNPAUSED is 0
+            return None
+        # A streaming session that waits for its next input keeps its slot.
+        held = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        tokens_left = output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens
+        return bool(held >= scheduler.max_num_active_reqs and tokens_left)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; a request has ended, and its slot is free."""
-        self.request_steps.observe(request.num_output_tokens)
+        self._slot_fuse.attempt(lambda: self.request_steps.observe(request.num_output_tokens))
         stock: Any = super()
         return stock._free_request(request, *args, **kwargs)
 

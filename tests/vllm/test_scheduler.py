@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -168,13 +169,56 @@ def test_the_scheduler_knows_how_long_requests_hold_a_slot(monkeypatch: pytest.M
     for request, tokens in zip(made, (1, 3, 5), strict=True):
         request.sampling_params.max_tokens = request.max_tokens = tokens
         scheduler.add_request(request)
-    aborted = requests.make(20)
+    aborted, later = requests.make(20), requests.make(20)
+    later.sampling_params.max_tokens = later.max_tokens = 100
     scheduler.add_request(aborted)
+    scheduler.add_request(later)
     scheduler.finish_requests(aborted.request_id, RequestStatus.FINISHED_ABORTED)  # it has held none
-    for _ in range(8):
+    for _ in range(7):
         run_step(scheduler)
+    scheduler.finish_requests(later.request_id, RequestStatus.FINISHED_ABORTED)
     assert not scheduler.has_unfinished_requests()
-    assert scheduler.request_steps.mean == pytest.approx(3.0)
+    assert scheduler.request_steps.mean == pytest.approx((1 + 3 + 5 + 7) / 4)
+
+
+@pytest.mark.vllm
+def test_passes_held_back_and_those_that_leave_nothing_waiting_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0", max_num_seqs=2))
+    limit = limit_after(scheduler, [20] * 6, passes=10)
+    assert limit == pytest.approx(5.0 * 0.95**10)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)  # what runs goes on, and slots come free
+    for _ in range(3):
+        run_step(scheduler)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    scheduler.schedule(throttle_prefills=True)
+    scheduler.schedule(True)
+    assert len(scheduler.running) == 2
+    assert len(scheduler.waiting) > 0
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    scheduler.schedule()
+    assert scheduler.waiting._queue.age_limit == limit
+
+
+@pytest.mark.vllm
+def test_streaming_sessions_that_wait_for_input_hold_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0", max_num_seqs=2))
+    scheduler.num_waiting_for_streaming_input = 1
+    assert limit_after(scheduler, [20] * 4, passes=10) == pytest.approx(5.0 * 0.95**10)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("broken", ["_ages_by_slots", "request_steps"])
+def test_an_error_about_slots_ends_no_engine(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    scheduler = make_scheduler(make_config(monkeypatch, "5.0", max_num_seqs=2))
+    delattr(scheduler, broken)
+    share = {"_ages_by_slots": 1.0, "request_steps": 0.95}[broken]  # the second breaks after the first pass
+    assert limit_after(scheduler, [20] * 4, passes=3) == pytest.approx(5.0 * share)
+    assert scheduler._slot_fuse.blown
+    assert not scheduler.waiting._taken
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
 
 
 @pytest.mark.vllm
