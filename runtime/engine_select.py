@@ -195,7 +195,8 @@ class EngineSelector:
         """
         self._check_engine("engine", engine)
         prefill = trace.run_prefill + trace.wait_prefill
-        if not all(map(math.isfinite, (prefill, trace.kv, trace.moe, trace.time, trace.request_steps))):
+        figures = (prefill, trace.kv, trace.moe, trace.time, trace.requests, trace.request_steps)
+        if not all(map(math.isfinite, figures)):
             return
         if engine not in self._live or trace.time < self._time[engine]:
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WIRE_VERSION = 2
+_COUNT_LIMIT = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class EngineTrace:
         ack: last sequence number of this client that the engine has admitted; 0: none yet.
         time: client's monotonic time, in seconds, at which the engine's counter last rose.
         requests: running and waiting requests.
-        request_steps: mean number of tokens that a finished request had produced, which is how many engine steps
-            it has held a slot; 0: none has finished yet.
+        request_steps: mean number of tokens that a request had produced when it ended: about the engine steps for
+            which it had held a slot (speculative decoding makes several tokens a step); 0: none has ended yet, or
+            requests produce none (pooling).
     """
 
     run_prefill: float
@@ -89,8 +91,8 @@ class EngineReport:
         """The report in `obj`, or None for anything that is not one. Never raises.
 
         A missing signal is not zero: a report without one of its signals, or with one that is negative, not
-        finite or (kv) above 1, is no report, and the engine's trace ages instead. `figures` are no signals:
-        one that is not a finite number is left out.
+        finite, (kv) above 1 or (request_steps) beyond any count, is no report, and the engine's trace ages instead.
+        `figures` are no signals: one that is not a finite number is left out.
         """
         if not isinstance(obj, dict) or _count(obj.get("v")) != WIRE_VERSION:
             return None
@@ -99,7 +101,10 @@ class EngineReport:
         acks = _acks(obj.get("a"))
         if run_prefill is None or wait_prefill is None or counter is None or acks is None:
             return None
-        if kv is None or kv > 1.0 or moe is None or requests is None or request_steps is None:
+        if kv is None or kv > 1.0 or moe is None or requests is None:
+            return None
+        # A mean of counts; its product with `requests` has to be finite.
+        if request_steps is None or request_steps >= _COUNT_LIMIT:
             return None
         return cls(
             run_prefill=run_prefill,
@@ -129,7 +134,7 @@ class EngineReport:
 
 def _count(value: object) -> int | None:
     # bool is an int in Python, but true is no count.
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNT_LIMIT:
         return None
     return value
 

@@ -23,7 +23,7 @@ from ..trace import EngineReport
 from . import debug_endpoint
 from .coordinator import STOCK_ROW
 from .engine_stats import SEQUENCE_HEADER
-from .guard import Fuse, HookMismatch, expect
+from .guard import Fuse, HookMismatch, expect, warn_once
 from .request_key import affinity_key, make_estimate, prompt_blocks
 from .settings import config_for, reports_travel
 
@@ -91,7 +91,7 @@ class EngineChoice:
     def observe(self, rows: Sequence[Sequence[Any]]) -> None:
         """Takes the reports out of the coordinator's rows; a row without one, or an old one, changes nothing."""
         now = time.monotonic()
-        reports = [EngineReport.from_wire(row[STOCK_ROW]) if len(row) > STOCK_ROW else None for row in rows]
+        reports = [_report(row) for row in rows]
         pressure = self._pressure(reports, now)
         for engine, report in enumerate(reports[: len(self._counters)]):
             if report is None or report.counter <= self._counters[engine]:
@@ -205,9 +205,23 @@ def _newest_pressure(reports: Sequence[EngineReport | None]) -> dict[str, float]
     return dict(max(figures, key=lambda entry: entry["pressure_step"])) if figures else {}
 
 
+def _report(row: Sequence[Any]) -> EngineReport | None:
+    """The report in a coordinator's row; None: there is none in it, or none that can be read."""
+    if len(row) <= STOCK_ROW:
+        return None
+    report = EngineReport.from_wire(row[STOCK_ROW])
+    if report is None:
+        warn_once(
+            "Gimbal: an engine's report cannot be read; as long as one is missing, requests go to the engines in "
+            "turn. All nodes need the same release of this package"
+        )
+    return report
+
+
 def _slots(scheduler_config: Any) -> int:
     """Requests that an engine runs at a time."""
-    return int(scheduler_config.max_num_active_seqs or scheduler_config.max_num_seqs)
+    # The first, if there is one and it is set, is a limit below the second.
+    return int(getattr(scheduler_config, "max_num_active_seqs", None) or scheduler_config.max_num_seqs)
 
 
 def _prompt_tokens(request: Any) -> int:

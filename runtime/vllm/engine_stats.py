@@ -1,4 +1,4 @@
-"""An engine reports prefill left, waiting prefill, KV use, MoE pressure and what it has admitted.
+"""An engine reports its requests, the prefill that they have left, KV use, MoE pressure and what it has admitted.
 
 The report goes out with vLLM's own load statistics when something has changed, at most every 100 ms, and at least
 once per heartbeat. The heartbeat is not a thread's word: it wakes the engine's own loop, which publishes, so a

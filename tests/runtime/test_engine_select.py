@@ -272,15 +272,18 @@ def test_without_moe_weight_there_is_no_feedback() -> None:
 
 @pytest.mark.parametrize(("mode", "weight"), [("dp", 0.0), ("uncoordinated", 0.0), ("full", 1.0)])
 def test_modes_without_feedback_have_no_moe_weight(mode: str, weight: float) -> None:
-    config = GimbalConfig(mode=mode, close=0.2, kv_gap=0.3)
-    assert SelectConfig.from_config(config) == SelectConfig(w_moe=weight, close=0.2, kv_gap=0.3)
+    config = GimbalConfig(mode=mode, w_slots=0.25, close=0.2, kv_gap=0.3)
+    expected = SelectConfig(w_moe=weight, w_slots=0.25, close=0.2, kv_gap=0.3)
+    assert SelectConfig.from_config(config) == expected
     assert SelectConfig.from_config(GimbalConfig(mode="full")) == SelectConfig()
 
 
 # --- bad input ---
 
 
-@pytest.mark.parametrize("field", ["run_prefill", "wait_prefill", "kv", "moe", "time"])
+@pytest.mark.parametrize(
+    "field", ["run_prefill", "wait_prefill", "kv", "moe", "time", "requests", "request_steps"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_trace_that_is_not_finite_is_no_trace(field: str, value: float) -> None:
     figures = {"run_prefill": 0.0, "wait_prefill": 0.0, "kv": 0.0, "moe": 1.0, "ack": 1, "time": 1.0}

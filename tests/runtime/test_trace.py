@@ -79,6 +79,8 @@ def test_a_report_without_a_signal_is_no_report(key: str) -> None:
         ("u", 1.01),
         ("r", 1.5),
         ("v", 1),
+        ("g", 2.0**63),
+        ("g", 1e300),
         ("a", {"0": -1}),
         ("a", {"0": 1.0}),
         ("a", {0: 1}),

@@ -240,3 +240,46 @@ def test_dense_models_and_mode_off_are_left_alone() -> None:
     dense.model_config.is_moe = False
     assert config_for(dense) == GimbalConfig(mode="off")
     assert not reports_travel(config_for(make_config(mode="off")))
+
+
+# --- slots ---
+
+
+def test_the_report_tells_how_many_requests_there_are_and_how_long_they_hold_a_slot() -> None:
+    engine = FakeEngine()
+    reporter = Reporter(engine)
+    engine.scheduler.get_request_counts = lambda: (3, 4)
+    reporter.publish()
+    engine.scheduler.request_steps = SimpleNamespace(mean=12.5)
+    reporter.publish()
+    assert [(report.requests, report.request_steps) for report in engine.sent()] == [(7, 0.0), (7, 12.5)]
+
+
+@pytest.mark.parametrize("active", [None, 8, "no such setting"])
+def test_requests_beyond_an_engines_slots_count(active: Any) -> None:
+    config = make_config(w_slots=2.0)
+    if active == "no such setting":
+        del config.scheduler_config.max_num_active_seqs
+    else:
+        config.scheduler_config.max_num_active_seqs = active
+    slots = 8 if active == 8 else 64
+    choice = EngineChoice(config, [0, 1], client_index=0)
+    full = EngineReport(0, 0, 0.1, 0.0, 1, {}, requests=slots + 1, request_steps=10.0)
+    choice.observe([[0, 0, 0.1, full.to_wire()], make_row(1)])
+    assert choice.choose(make_request("a"), None).engine == 1
+    assert choice.selector.scores == pytest.approx((0.1 + 2.0 * 2 * 10 / slots, 0.1))
+
+
+def test_reports_of_another_release_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gimbal_runtime.vllm import engine_choice
+
+    warnings: list[str] = []
+    monkeypatch.setattr(engine_choice, "warn_once", warnings.append)
+    choice = EngineChoice(make_config(), [0, 1], client_index=0)
+    choice.observe([[0, 0, 0.1], make_row(1)])  # one that has not reported yet is nothing to warn of
+    assert warnings == []
+    older = {key: value for key, value in make_row(1)[3].items() if key not in "ng"} | {"v": 1}
+    choice.observe([[0, 0, 0.1, older], make_row(2)])
+    assert len(warnings) == 1
+    assert "the same release" in warnings[0]
+    assert choice.choose(make_request("a"), None).reason == "ordered_no_trace"
