@@ -99,6 +99,7 @@ class ShortestPrefillQueue(Generic[Item]):
     Wait bound, for requests of one priority: with θ the largest age limit in force, a request starts at the
     latest when, counted from its coming of age θ after its arrival, the work in service, the older requests
     still waiting and the requests resumed meanwhile have been served. What arrives later cannot delay it.
+    A limit that grows again (`end_pass`, "auto") may make a request young again, but none that has waited θ.
 
     Args:
         age_limit: seconds; a request that has waited longer is served in arrival order. math.inf: never.

@@ -38,7 +38,7 @@ class TokenShare:
 
 class RequestSteps:
     """Mean number of tokens that requests have produced, over those that ended lately: each held a slot for about
-    as many engine steps.
+    as many engine steps, fewer where drafts are accepted (speculative decoding).
 
     Args:
         window: requests that the mean remembers, about; until there are as many it is the plain mean.

@@ -124,7 +124,7 @@ def test_the_setting_takes_auto() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), limit=st.sampled_from([0.0, 1.0, 4.0, "auto"]))
 def test_no_stream_delays_a_request_beyond_the_bound(data: st.DataObject, limit: float | str) -> None:
-    """A server of 1,000 tokens/s; arrivals, sizes, late arrivals and preemptions are the adversary's.
+    """A server of 1,000 tokens/s; arrivals, sizes, lateness, preemptions and what is short are the adversary's.
 
     From its coming of age a request waits for the work in service, older waiting work, and work resumed.
     """
@@ -136,6 +136,9 @@ def test_no_stream_delays_a_request_beyond_the_bound(data: st.DataObject, limit:
     gaps = data.draw(st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.4]), min_size=count, max_size=count))
     sizes = data.draw(st.lists(st.sampled_from([10, 50, 400, 3_000]), min_size=count, max_size=count))
     preempted = data.draw(st.sets(st.integers(0, count - 1), max_size=3))
+    passes = data.draw(
+        st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 80])), min_size=1, max_size=9)
+    )
     prompts, at = [], 0.0
     for gap, size in zip(gaps, sizes, strict=True):
         at += gap
@@ -149,6 +152,9 @@ def test_no_stream_delays_a_request_beyond_the_bound(data: st.DataObject, limit:
         if not queue:
             clock.now = prompts[pushed].arrival_time
             continue
+        short, times = passes[len(busy) % len(passes)]
+        for _ in range(times):
+            queue.end_pass(slots_short=short)
         prompt = queue.pop()
         first = id(prompt) not in started
         started.setdefault(id(prompt), clock.now)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from gimbal_runtime.baselines import CountedTrace
 from gimbal_runtime.engine_select import EngineSelector
 from gimbal_runtime.iteration_model import IterationModel
 from gimbal_runtime.tools.sim_engines import Cluster, Engine, EngineSettings
@@ -180,6 +181,28 @@ def test_clients_hear_of_a_step_at_the_next_message_only() -> None:
     seconds = requests[0].done
     # About ten messages a second while steps are much shorter than that.
     assert abs(len(told) / 2 - seconds / 0.1) <= 2
+
+
+def test_engines_tell_of_slots_and_their_queues_age_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    observe = EngineSelector.observe
+
+    def watched(chooser: EngineSelector, engine: int, trace: CountedTrace) -> None:
+        told.append(trace)
+        observe(chooser, engine, trace)
+
+    monkeypatch.setattr(EngineSelector, "observe", watched)
+    arrivals = [Arrival(0.001 * i, 100, 30) for i in range(60)]
+    cluster = build(POLICIES["gimbal, age limit 5 s"], EngineSettings(max_num_seqs=4), 2)
+    cluster.run(arrivals)
+    assert all(trace.requests == trace.waiting + trace.running for trace in told)
+    assert max(trace.requests for trace in told) > 4
+    assert {trace.request_steps for trace in told} == {0.0, 30.0}
+    assert [chooser.max_num_seqs for chooser in cluster.choosers] == [4]
+    assert all(engine.queue.age_limit < 0.5 for engine in cluster.engines)
+    tokens_short = build(POLICIES["gimbal, age limit 5 s"], EngineSettings(token_budget=64), 2)
+    tokens_short.run(arrivals)
+    assert [engine.queue.age_limit for engine in tokens_short.engines] == [5.0, 5.0]
 
 
 def test_prefix_caching_saves_prefill_and_affinity_helps_it() -> None:

@@ -110,6 +110,21 @@ def test_in_between_only_the_oldest_have_come_of_age() -> None:
     assert names(queue) == ["long", "short", "middle"]
 
 
+def test_a_limit_that_grows_makes_young_again_but_nothing_that_has_waited_for_the_whole_of_it() -> None:
+    now = [2.5]
+    queue = ShortestPrefillQueue[Prompt](age_limit=5.0, clock=lambda: now[0])
+    for prompt in (Prompt(900, 0.0, "long"), Prompt(10, 2.0, "short")):
+        queue.push(prompt)
+    end_passes(queue, 18, slots_short=True)
+    assert queue.peek().name == "long"
+    end_passes(queue, 200, slots_short=False)
+    assert queue.peek().name == "short"
+    now[0] = 5.01
+    for short in (True, False):
+        end_passes(queue, 200, slots_short=short)
+        assert queue.peek().name == "long"
+
+
 def test_off_stays_off() -> None:
     queue = waiting(math.inf, now=1e6)
     end_passes(queue, 10_000, slots_short=True)
