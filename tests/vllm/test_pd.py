@@ -248,8 +248,9 @@ def test_a_decode_server_killed_under_load(servers: PdServers, long_alone: list[
             await reach(lambda: any(one.ttft for one in streams_here()))
             rest, rest_here = await begin(LONG[10:], False, TOKENS)
             await reach(lambda: any(one.deflected and one.prefill is None for one in rest_here()))
-            begun = [one for one in streams_here() if one.ttft]
-            unanswered = [one for one in unfinished(proxy, killed) if one not in begun]
+            begun = sum(one.ttft is not None for one in streams_here())
+            may_have_begun = streams_here()
+            unanswered = [one for one in unfinished(proxy, killed) if one not in may_have_begun]
             assert begun
             assert {one.deflected for one in unanswered} == {False, True}
             processes.kill_all(doomed)
@@ -261,7 +262,7 @@ def test_a_decode_server_killed_under_load(servers: PdServers, long_alone: list[
             assert {*unanswered} <= {first for first, _ in again}
             assert {(second.decode, second.outcome) for _, second in again} == {(other.url, "200")}
             seen = await asyncio.wait_for(streams, 100)
-            assert sum(bool(one.error) for one in seen) == len(begun)
+            assert begun <= sum(bool(one.error) for one in seen) <= len(may_have_begun)
             for one, tokens in zip(seen, long_alone[6:10], strict=True):
                 if one.error:
                     assert (one.status, one.ended, killed.url in one.error) == (200, False, True)
@@ -322,7 +323,7 @@ def test_the_last_decode_server_stands_still(servers: PdServers, long_alone: lis
             load = asyncio.ensure_future(
                 ask_all(url, LONG[:8], "d stopped", stream=lambda place: place < 4, max_tokens=LONG_TOKENS)
             )
-            await reach(lambda: len([entry for entry in unfinished(proxy, stopped) if entry.ttft]) > 3)
+            await reach(lambda: len([entry for entry in unfinished(proxy, stopped) if entry.ttft]) > 4)
             with frozen(members):
                 seen = await asyncio.wait_for(load, 60)
                 assert any(one.status == 200 for one in seen[:4])
