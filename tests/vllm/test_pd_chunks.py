@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from gimbal_runtime.iteration_model import IterationModel
+from gimbal_runtime.iteration_model import FitQuality, IterationModel
 from gimbal_runtime.node_report import NodeReport
 from gimbal_runtime.vllm import node_stats
 from gimbal_runtime.vllm.iteration_recorder import IterationRecorder
@@ -85,6 +86,17 @@ def test_the_strictest_limit_and_its_share_hold(scheduler: Any) -> None:
     decode(scheduler, requests, gimbal_tbt_slo=0.0711)
     decode(scheduler, requests, gimbal_tbt_slo=0.5)
     assert deflect(scheduler, requests, 1, gimbal_beta=0.5) == [128]  # 36 ms, 12 of them without a chunk
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(0.0711, 600), (0.0709, 512)])
+def test_a_model_that_is_off_leaves_room_for_its_error(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, limit: float, taken: int
+) -> None:
+    off = replace(PER_TOKEN, quality=FitQuality(error=0.25, iterations=100.0, prefills=20.0))
+    monkeypatch.setattr(Recorder, "model", lambda self: off)
+    requests = Requests()
+    decode(scheduler, requests, gimbal_tbt_slo=1.25 * limit)
+    assert deflect(scheduler, requests, 1) == [taken]  # 11 ms and 60 for the tokens planned
 
 
 def test_prompts_beside_it_are_part_of_the_iteration(scheduler: Any) -> None:
