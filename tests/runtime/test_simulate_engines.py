@@ -200,9 +200,9 @@ def test_engines_tell_of_slots_and_their_queues_age_by_them(monkeypatch: pytest.
     assert {trace.request_steps for trace in told} == {0.0, 30.0}
     assert [chooser.max_num_seqs for chooser in cluster.choosers] == [4]
     assert all(engine.queue.age_limit < 0.5 for engine in cluster.engines)
-    tokens_short = build(POLICIES["gimbal, age limit 5 s"], EngineSettings(token_budget=64), 2)
-    tokens_short.run(arrivals)
-    assert [engine.queue.age_limit for engine in tokens_short.engines] == [5.0, 5.0]
+    both_short = build(POLICIES["gimbal, age limit 5 s"], EngineSettings(token_budget=64, max_num_seqs=1), 2)
+    both_short.run([Arrival(0.0, 128, 1)] * 20)  # two whole steps each
+    assert [engine.queue.age_limit for engine in both_short.engines] == [5.0, 5.0]
 
 
 def test_prefix_caching_saves_prefill_and_affinity_helps_it() -> None:

@@ -125,6 +125,33 @@ def test_a_limit_that_grows_makes_young_again_but_nothing_that_has_waited_for_th
         assert queue.peek().name == "long"
 
 
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [(200, False)],
+        [(200, True)],
+        [(18, True), (200, False)],
+        [(1, True), (1, False)],
+        [(3, True), (60, False)],
+    ],
+)
+def test_no_change_of_the_limit_delays_a_start_beyond_the_whole_of_it(passes: list[tuple[int, bool]]) -> None:
+    """Twice as many short prompts as the server computes; between starts the limit shrinks and grows."""
+    now = [0.0]
+    queue = ShortestPrefillQueue[Prompt](age_limit=5.0, clock=lambda: now[0])
+    long = Prompt(900, 0.0, "long")
+    queue.push(long)
+    while long in queue:
+        for _ in range(2):
+            queue.push(Prompt(10, now[0], "short"))
+        for count, short in passes:
+            end_passes(queue, count, slots_short=short)
+            assert queue.peek().name == "long" or now[0] <= 5.0
+        queue.pop()
+        now[0] += 0.05
+    assert now[0] <= 5.0 + 2 * 0.05
+
+
 def test_off_stays_off() -> None:
     queue = waiting(math.inf, now=1e6)
     end_passes(queue, 10_000, slots_short=True)
@@ -208,8 +235,12 @@ def test_what_one_client_sent_counts_once_per_client() -> None:
 def test_engines_that_come_and_go_take_their_slots_along() -> None:
     made = EngineSelector(2, Q, max_num_seqs=4)
     made.observe(0, trace(9, steps=10.0))
-    made.observe(1, trace(0, steps=50.0))
+    made.observe(1, trace(4, steps=50.0))
     made.remove_engine(0)
+    made.select(0, now=0.0)
+    assert made.scores == (None, pytest.approx(0.5 * 50 / 4))  # the other one's length has gone with it
+    made.release(1, 1)
+    made.observe(1, trace(0, steps=50.0))
     made.restore_engine(0)
     made.observe(0, trace(4, steps=0.0))
     made.select(0, now=0.0)
