@@ -170,6 +170,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, store: Store) -> None:
         self.arguments, self.store = arguments, store
+        self.repetitions = range(arguments.first, arguments.repetitions)
         self.prompts = load_prompts(PROMPTS)
         self.logs = Path()
         self.begun = time.monotonic()
@@ -195,7 +196,7 @@ class Bench:
         missing = [
             variant
             for variant in self.arguments.variants
-            if any(not self.store.has(setting, variant, n) for n in range(self.arguments.repetitions))
+            if any(not self.store.has(setting, variant, n) for n in self.repetitions)
         ]
         together = self.arguments.together or max(1, int(psutil.virtual_memory().available // SERVER_BYTES))
         for start in range(0, len(missing), together):
@@ -210,7 +211,7 @@ class Bench:
                 servers[variant] = stack.enter_context(_server(setting, variant, self.logs))
                 replay(servers[variant].url, servers[variant].model_name, WARM_UP)
             rate = self._rate(name, next(iter(servers.values())))
-            for repetition in range(self.arguments.repetitions):
+            for repetition in self.repetitions:
                 turn = [group[(place + repetition) % len(group)] for place in range(len(group))]
                 self._run_repetition(name, repetition, turn, servers, rate)
 
@@ -250,6 +251,7 @@ class Bench:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="repetition to begin with (default 0)")
     parser.add_argument("--requests", type=int, default=250, help="per replay (default 250)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")

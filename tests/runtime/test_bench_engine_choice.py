@@ -155,6 +155,7 @@ def make_bench(tmp_path: Path, **more: Any) -> tuple[Any, Any]:
     store = bench.Store(tmp_path / "r.json", {})
     arguments = {
         "repetitions": 2,
+        "first": 0,
         "requests": 4,
         "settings": ["token-bound"],
         "variants": ["off", "dp", "full"],
@@ -169,6 +170,8 @@ def test_only_what_is_missing_gets_a_server(tmp_path: Path) -> None:
     for repetition in (0, 1):
         store.add(run("dp", repetition, 1.0))
     assert list(made._groups("token-bound")) == [["off", "full"]]
+    later, _ = make_bench(tmp_path, first=1)
+    assert list(later.repetitions) == [1]
     assert list(made._groups("slot-bound")) == [["off", "dp"], ["full"]]
 
 
