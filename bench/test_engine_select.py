@@ -22,6 +22,8 @@ def make_traces(engines: int) -> list[EngineTrace]:
             moe=draw.random() * 1e4,
             ack=0,
             time=0.0,
+            requests=draw.randrange(60, 400),
+            request_steps=200.0,
         )
         for _ in range(engines)
     ]
@@ -30,7 +32,7 @@ def make_traces(engines: int) -> list[EngineTrace]:
 @pytest.mark.parametrize("engines", [2, 8, 64])
 def test_select(benchmark: Any, engines: int) -> None:
     """One request: choose, remember, and release it again so that the load stays as it is."""
-    selector = EngineSelector(engines, 8_192, kv_capacity_tokens=1_000_000)
+    selector = EngineSelector(engines, 8_192, kv_capacity_tokens=1_000_000, max_num_seqs=128)
     for engine, trace in enumerate(make_traces(engines)):
         selector.observe(engine, trace)
 
@@ -45,7 +47,7 @@ def test_select(benchmark: Any, engines: int) -> None:
 @pytest.mark.parametrize("engines", [2, 8, 64])
 def test_observe_all_then_select(benchmark: Any, engines: int) -> None:
     """One publication of all engines, about every 100 ms, and the choice after it."""
-    selector = EngineSelector(engines, 8_192, kv_capacity_tokens=1_000_000)
+    selector = EngineSelector(engines, 8_192, kv_capacity_tokens=1_000_000, max_num_seqs=128)
     traces = make_traces(engines)
 
     def publish() -> None:
@@ -61,7 +63,7 @@ def test_observe_all_then_select(benchmark: Any, engines: int) -> None:
 @pytest.mark.parametrize("tokens", [256, 2_048, 8_192])
 def test_select_with_affinity_and_prefix_estimate(benchmark: Any, tokens: int) -> None:
     """One request as an API server chooses for it, 64 engines: key, blocks, what is cached, the choice."""
-    selector = EngineSelector(64, 8_192, kv_capacity_tokens=1_000_000)
+    selector = EngineSelector(64, 8_192, kv_capacity_tokens=1_000_000, max_num_seqs=128)
     estimate = PrefixEstimate(64, block_size=64, capacity_blocks=15_625)
     for engine, trace in enumerate(make_traces(64)):
         selector.observe(engine, trace)

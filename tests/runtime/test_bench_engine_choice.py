@@ -120,6 +120,11 @@ def test_changes_are_paired_by_repetition() -> None:
     assert low == -98
 
 
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (4, 2.7764), (9, 2.2622)])
+def test_the_quantile_is_that_of_the_tables(freedom: int, quantile: float) -> None:
+    assert load("engine_choice_table")._t_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
+
+
 def test_halved_and_doubled_is_no_change() -> None:
     table = load("engine_choice_table")
     rows = {"runs": [run("off", 0, 1.0), run("off", 1, 1.0), run("dp", 0, 2.0), run("dp", 1, 0.5)]}
