@@ -224,9 +224,11 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_docs_have_the_tables_of_the_results() -> None:
     table = load("engine_choice_table")
-    if not table.RESULTS.is_file():
+    files = sorted(table.RESULTS.parent.glob("engine-choice*.json"))
+    if not files:
         pytest.skip("bench/results/engine-choice.json is not there: run bench/serving/engine_choice.py")
     text = (FOLDER.parents[1] / "docs" / "engine-choice.md").read_text()
-    result = json.loads(table.RESULTS.read_text())
-    assert [line for line in table.tables(result) if line not in text] == []
-    assert not any(row["different"] for row in result["runs"])
+    for file in files:
+        result = json.loads(file.read_text())
+        assert [line for line in table.tables(result) if line not in text] == []
+        assert not any(row["different"] for row in result["runs"])
