@@ -94,7 +94,9 @@ class Node:
         """The node does not answer: calls to it end now."""
         self.alive, self.why, self.report = False, why, None
         self._ended.clear()
-        for leg in tuple(self.legs):
+        legs = tuple(self.legs)
+        self.legs.clear()  # a call finds out by this why it was cancelled, and is not cancelled a second time
+        for leg in legs:
             leg.cancel()
 
     @property

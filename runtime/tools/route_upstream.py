@@ -18,6 +18,7 @@ from ..node_report import (
     TRANSFERRED_ARGUMENT,
 )
 from .route_dispatch import Ticket
+from .route_events import Events
 from .route_nodes import Node
 
 EXTRA = "vllm_xargs"
@@ -122,10 +123,10 @@ class Upstream:
             raise Unanswered(node, f"lost before it was asked ({node.why})")
         task = asyncio.ensure_future(call)
         node.legs.add(task)
+        task.add_done_callback(node.legs.discard)
         try:
             await asyncio.wait({task})
         finally:
-            node.legs.discard(task)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -163,47 +164,43 @@ class Upstream:
         async with self._post(node, path, body, headers) as answer:
             if answer.status != 200 or not answer.content_type.startswith("text/event-stream"):
                 return _passed(answer, await answer.read())
-            chunk = await answer.content.readany()
-            if not chunk or chunk.startswith(b'data: {"error"'):
+            events = Events(answer.content)
+            first = await events.read()
+            if not first or first.startswith(b'data: {"error"'):
                 raise Unanswered(
-                    node, "its stream ended before the first token" if not chunk else _text(chunk)
+                    node, "its stream ended before the first token" if not first else _text(first)
                 )
             on_first()
             reply = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
             reply.headers["Cache-Control"] = "no-cache"
-            await self._stream(request, node, answer, chunk, reply)
+            await self._stream(request, node, events, first, reply)
             return reply
 
     async def _stream(
         self,
         request: web.Request,
         node: Node,
-        answer: aiohttp.ClientResponse,
-        chunk: bytes,
+        events: Events,
+        part: bytes,
         reply: web.StreamResponse,
     ) -> None:
         """Too late for another node from here on: what goes wrong is told in the stream, which then ends."""
         try:
             await reply.prepare(request)
-            begun = b""
-            while chunk:
-                # An error event behind half of another one could not be read.
-                events, begun = _split(begun + chunk)
-                if events:
-                    await reply.write(events)
-                chunk = await answer.content.readany()
-            if begun:
-                await reply.write(begun)
+            while part:
+                await reply.write(part)
+                part = await events.read()
             return
         except asyncio.CancelledError:
-            if node.alive:
+            # Not `node.alive`: by now it may be back.
+            if asyncio.current_task() in node.legs:
                 raise  # the client has gone away
             why = f"lost while it was answering ({node.why})"
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as failure:
             why = str(failure) or type(failure).__name__
-        # Lost (again) while the client makes us wait, the node must not make this look like a call to be retried.
+        # Lost while the client makes us wait, the node must not make this look like a call to be retried.
         node.legs.discard(asyncio.current_task())  # type: ignore[arg-type]
-        await _say(reply, f"{node.url}: {why}")
+        await _say(reply, f"{node.url}: {why}", inside=events.inside)
 
     def _post(self, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         return _Answer(
@@ -236,8 +233,10 @@ class _Answer:
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as failure:
             raise Unanswered(self._node, str(failure) or type(failure).__name__) from failure
         if answer.status >= 500:
-            text = _text(await answer.content.read(2000))
-            answer.close()
+            try:
+                text = _text(await answer.content.read(2000))
+            finally:
+                answer.close()
             raise Unanswered(self._node, f"status {answer.status}: {text}")
         return answer
 
@@ -260,17 +259,11 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace").strip()[:500]
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Whole events of a stream, and the beginning of the next one."""
-    ends = (data.rfind(blank) + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if blank in data)
-    end = max(ends, default=0)
-    return data[:end], data[end:]
-
-
-async def _say(reply: web.StreamResponse, message: str) -> None:
+async def _say(reply: web.StreamResponse, message: str, *, inside: bool) -> None:
+    """An error event as the last one of a stream; `inside`: half of another one stands before it."""
     event = {"error": {"message": message, "type": "upstream_error", "param": None, "code": 502}}
     try:
-        await reply.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await reply.write((b"\n\n" if inside else b"") + b"data: " + json.dumps(event).encode() + b"\n\n")
         await reply.write_eof()
     except (ConnectionError, aiohttp.ClientError):
         return  # the client has gone as well

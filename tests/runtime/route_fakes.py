@@ -55,7 +55,8 @@ class FakeNode:
 
     `gate`: answers wait until it is set. `drop_after`: the connection breaks after that many streamed tokens,
     `drop_inside`: that many and half an event. `thawed`: while it is not set, the server stands still as if stopped
-    by SIGSTOP; `engine`: the same of what is behind an API server that goes on answering.
+    by SIGSTOP; `engine`: the same of what is behind an API server that goes on answering. `raw`: a stream in so
+    many pieces, after which the connection breaks. `stalls`: of an error no more comes than its headers.
     """
 
     status: int = 200
@@ -67,6 +68,9 @@ class FakeNode:
     drop_after: int | None = None
     drop_inside: bool = False
     error_event: bool = False
+    raw: tuple[bytes, ...] = ()
+    stalls: bool = False
+    stalled: bool = False
     healthy: bool = True
     tokenizes: bool = True
     kv_params: dict[str, Any] | None = None
@@ -151,6 +155,8 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.status != 200:
+            if self.stalls:
+                await self._stall(request)
             return web.json_response({"error": {"message": f"from {self.url}"}}, status=self.status)
         text = [f"t{place} " for place in range(min(self.tokens, body.get("max_tokens") or self.tokens))]
         if not body.get("stream"):
@@ -160,6 +166,12 @@ class FakeNode:
             return web.json_response(answer | {"kv_transfer_params": self.kv_params})
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await reply.prepare(request)
+        for piece in self.raw:
+            await reply.write(piece)
+            await asyncio.sleep(0.02)
+        if self.raw:
+            request.transport.abort()
+            return reply
         for place, token in enumerate(text):
             await self.thawed.wait()
             await self.engine.wait()
@@ -176,6 +188,13 @@ class FakeNode:
             await asyncio.sleep(self.token_gap)
         await reply.write(b"data: [DONE]\n\n")
         return reply
+
+    async def _stall(self, request: web.Request) -> None:
+        reply = web.StreamResponse(status=self.status, headers={"Content-Length": "1000"})
+        await reply.prepare(request)
+        await reply.write(b"{")
+        self.stalled = True
+        await asyncio.Event().wait()
 
     async def _broken(self, request: web.Request) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})

@@ -251,10 +251,10 @@ def test_a_node_that_is_lost_twice_while_a_stream_is_being_ended() -> None:
                 node.tokens, node.token_gap = 1_000_000, 0.01
             say, saying = route_upstream._say, asyncio.Event()
 
-            async def slowly(reply: Any, message: str) -> None:
+            async def slowly(reply: Any, message: str, **more: Any) -> None:
                 saying.set()
                 await asyncio.sleep(0.3)  # as a client that does not read makes it wait
-                await say(reply, message)
+                await say(reply, message, **more)
 
             body = {"model": "tiny", "prompt": PROMPT, "stream": True}
             with pytest.MonkeyPatch.context() as patch:
