@@ -143,6 +143,7 @@ class Dispatcher:
             NoNode: no decode node answers, or none could take it within `hold_timeout`.
         """
         started = self._clock()
+        patience = self.config.hold_timeout  # of the time in which no node can take it, not of a queue's
         while True:
             if not alive(self.decode, excluded):
                 raise NoNode("no decode node answers")
@@ -155,25 +156,25 @@ class Dispatcher:
             queue = self._stranded if placement is None else self._held[placement.node]
             queue.append(entry)
             self.pump()
-            outcome = await self._wait(entry, queue, started)
+            began = self._clock()
+            outcome = await self._wait(entry, queue, patience if placement is None else None)
             if outcome is not None:
                 return outcome
+            if placement is None:
+                patience = max(0.0, patience - (self._clock() - began))
 
-    async def _wait(self, entry: _Held, queue: deque[_Held], started: float) -> Placement | None:
-        """The placement of a held request; None: it has to be decided again."""
-        patience = None
-        if entry.placement is None:
-            patience = max(0.0, started + self.config.hold_timeout - self._clock())
+    async def _wait(self, entry: _Held, queue: deque[_Held], patience: float | None) -> Placement | None:
+        """The placement of a held request; None: it has to be decided again. `patience` in seconds, None: any."""
         try:
-            return await asyncio.wait_for(asyncio.shield(entry.result), patience)
-        except asyncio.TimeoutError:
-            self._abandon(entry, queue)
-            raise NoNode(
-                "no prefill node answers, and no decode node could take the prompt in time"
-            ) from None
+            # Not `wait_for`: before Python 3.12 it forgets a client that goes away in the moment of the result.
+            await asyncio.wait({entry.result}, timeout=patience)
         except BaseException:
             self._abandon(entry, queue)
             raise
+        if entry.result.done():
+            return entry.result.result()
+        self._abandon(entry, queue)
+        raise NoNode("no prefill node answers, and no decode node could take the prompt in time")
 
     def _abandon(self, entry: _Held, queue: deque[_Held]) -> None:
         """The request has gone away; one that was placed in that very moment leaves its node again."""
@@ -204,7 +205,8 @@ class Dispatcher:
 
     def take_decode(self, ticket: Ticket, excluded: Collection[Node] = ()) -> Node:
         """Books a request whose prompt is computed on the decode node with most room; ties, and nodes whose room
-        is not known: the one with fewest requests of this router, then the first.
+        is not known: the one with fewest requests of this router, then the first. Nodes whose reports have stopped
+        only where no other one answers.
 
         Raises:
             NoNode: none answers.
@@ -213,7 +215,7 @@ class Dispatcher:
         if not nodes:
             raise NoNode("no decode node answers")
         now = self._clock()
-        node = min(nodes, key=lambda node: (-node.room(now), node.unfinished))
+        node = min(nodes, key=lambda node: (node.silent(now), -node.room(now), node.unfinished))
         node.send(Sent(ticket.name, ticket.tokens, tbt_slo=ticket.tbt_slo))
         return node
 
@@ -246,9 +248,13 @@ class Dispatcher:
 
     def _leave(self, node: Node, queue: deque[_Held]) -> None:
         """Requests that another node should compute by now, or nobody could decode, no longer wait for this one."""
+        stays: dict[frozenset[Node], bool] = {}  # by the nodes that have failed a request: mostly none
         for entry in tuple(queue):
-            stays = node.alive and node in self._prefill_nodes(entry.excluded)
-            if not stays or not alive(self.decode, entry.excluded):
+            failed = frozenset(entry.excluded)
+            if failed not in stays:
+                served = node.alive and node in self._prefill_nodes(failed)
+                stays[failed] = served and bool(alive(self.decode, failed))
+            if not stays[failed]:
                 queue.remove(entry)
                 _finish(entry, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ logger = logging.getLogger("gimbal.route")
 REFUSED = 1
 SILENT = 2
 """Failed questions in a row after which a node is lost: one where nothing listens any more, two of other kinds."""
+_OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What this process lacks says nothing of a node. All of them would be lost, and every call to them ended."""
 
 
 class Monitor:
@@ -74,7 +77,10 @@ class Monitor:
                 if answer.status != 200:
                     why = f"/health answers {answer.status}"
         except aiohttp.ClientConnectorError as failure:
-            why, refused = str(failure), True
+            if failure.errno in _OUR_OWN:
+                node.why = str(failure)
+                return
+            why, refused = str(failure), failure.errno == errno.ECONNREFUSED
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as failure:
             why = str(failure) or f"/health is silent for {self._timeout} s"
         if not why:

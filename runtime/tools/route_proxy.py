@@ -262,7 +262,9 @@ class Proxy:
         if not isinstance(prompt, str) and "messages" not in body:
             return None
         assert self._upstream is not None
-        for node in alive([*self.decode, *self.prefill])[:ATTEMPTS]:
+        now = time.monotonic()
+        asked = sorted(alive([*self.decode, *self.prefill]), key=lambda node: node.silent(now))
+        for node in asked[:ATTEMPTS]:
             count = await self._upstream.count_tokens(node, body)
             if count is not None:
                 return count
@@ -287,7 +289,7 @@ class Proxy:
                 ) as answer:
                     if answer.status == 200:
                         return web.Response(body=await answer.read(), content_type="application/json")
-            except (aiohttp.ClientError, asyncio.TimeoutError):
+            except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
                 continue
         return error(503, "no decode node answers", "service_unavailable")
 
