@@ -198,8 +198,10 @@ class Dispatcher:
         if self.config.deflect and self.config.hold:
             for node, queue in self._held.items():
                 self._reconsider(node, queue)
+        hopeful = bool(self._stranded) and self._anyone_can_take()
         for entry in tuple(self._stranded):
-            if not alive(self.decode, entry.excluded) or self._decide(entry.ticket, entry.excluded):
+            decodable = alive(self.decode, entry.excluded)
+            if not decodable or (hopeful and self._decide(entry.ticket, entry.excluded)):
                 self._stranded.remove(entry)
                 _finish(entry, None)
 
@@ -239,6 +241,12 @@ class Dispatcher:
         if route.node is None:
             return None
         return Placement(self._by_url[route.node], route.chunks, route, seconds)
+
+    def _anyone_can_take(self) -> bool:
+        """Whether a decision could find a node for a request: without this, all that wait would be decided again
+        with every report and every arrival, and hundreds of them would leave no time for anything else."""
+        now = self._clock()
+        return bool(alive(self.prefill)) or any(node.as_decode(now).candidate for node in self.decode)
 
     def _prefill_nodes(self, excluded: Collection[Node]) -> list[Node]:
         """In order; those whose reports have stopped only where no other one answers."""

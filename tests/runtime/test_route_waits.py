@@ -110,6 +110,37 @@ def test_however_often_it_is_looked_at_again_a_request_without_a_node_waits_no_l
     run(test())
 
 
+def test_many_requests_that_nobody_can_take_cost_no_decisions() -> None:
+    """They are looked at with every report of every node and with every arrival."""
+
+    async def test() -> None:
+        decode = make_node(DECODE, "d", **DEFLECTING)
+        dispatcher = Dispatcher([Node("p", PREFILL)], [decode], clock=lambda: 0.0)
+        decide, decisions = dispatcher._decide, []
+
+        def counted(ticket: Ticket, excluded: Any) -> Any:
+            decisions.append(ticket)
+            return decide(ticket, excluded)
+
+        dispatcher._decide = counted  # type: ignore[method-assign]
+        tasks = [asyncio.ensure_future(dispatcher.place(Ticket(str(place), 100))) for place in range(50)]
+        await reach(lambda: dispatcher.held() == 50)
+        dispatcher.pump()
+        assert len(decisions) == 50  # one for each at its arrival
+        decode.observe(make_report(), 0.0)
+        dispatcher.pump()
+        done, _ = await asyncio.wait(tasks, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
+        assert [one.result().node for one in done] == [decode]
+        assert tasks[0] in done
+        await reach(lambda: dispatcher.held() == 49)
+        decode.lose("gone")
+        dispatcher.pump()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(answer) for answer in answers[1:]] == ["no decode node answers"] * 49
+
+    run(test())
+
+
 @pytest.mark.parametrize("ticks", range(5))
 def test_a_client_that_goes_away_in_the_moment_of_its_turn_has_gone_away(ticks: int) -> None:
     async def test() -> None:
