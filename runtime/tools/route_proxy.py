@@ -153,6 +153,9 @@ class Proxy:
             reply = await self._try(request, body, arrival)
             outcome = "answered" if reply.status < 400 else "refused" if reply.status < 500 else "no_node"
             return reply
+        except Exception:
+            outcome = "failed"
+            raise
         finally:
             self.records.requests.labels(outcome).inc()
 

@@ -145,7 +145,7 @@ class Records:
         return record
 
     def first_token(self, record: Record, now: float) -> None:
-        """The first byte of a streamed answer has come."""
+        """The first event of a streamed answer has come."""
         record.ttft = now - record.arrival
         self._complete(record)
 

@@ -126,10 +126,10 @@ class Upstream:
         task.add_done_callback(node.legs.discard)
         try:
             await asyncio.wait({task})
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        except BaseException:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
         if task.cancelled():
             raise Unanswered(node, f"lost while it was computing ({node.why})")
         try:
@@ -160,7 +160,7 @@ class Upstream:
         headers: Mapping[str, str],
         on_first: Callable[[], None],
     ) -> web.StreamResponse:
-        """Passes a request on and its answer back, byte for byte; `on_first` is called at a stream's first one."""
+        """Passes a request on and the answer back, byte for byte; calls `on_first` at a stream's first event."""
         async with self._post(node, path, body, headers) as answer:
             if answer.status != 200 or not answer.content_type.startswith("text/event-stream"):
                 return _passed(answer, await answer.read())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -13,7 +14,9 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 import aiohttp
 from gimbal_runtime.tools import route_events
 from gimbal_runtime.tools.route_events import MAX_EVENT, Events
+from gimbal_runtime.tools.route_nodes import DECODE, Node
 from gimbal_runtime.tools.route_proxy import COMPLETIONS
+from gimbal_runtime.tools.route_upstream import Upstream
 from route_fakes import PROMPT, FakeNode, fleet, post, reach, run, settled
 
 TOKEN = b'data: {"choices": [{"text": "t0 "}]}'
@@ -155,5 +158,48 @@ def test_a_server_error_whose_text_does_not_come_leaves_no_connection_behind() -
             proxy.decode[0].lose("gone")
             assert (await task)[0] == 200
         assert complaints == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("ticks", range(1, 5))
+def test_a_call_that_fails_in_the_moment_in_which_the_client_leaves_complains_to_nobody(ticks: int) -> None:
+    async def test() -> None:
+        complaints: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what["message"]))
+
+        async def call() -> None:
+            await asyncio.sleep(0)
+            raise aiohttp.ClientError("no")
+
+        node = Node("n", DECODE)
+        node.alive = True
+        async with aiohttp.ClientSession() as session:
+            leg = asyncio.ensure_future(Upstream(session, timeout=1.0).leg(node, call()))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            leg.cancel()
+            await asyncio.gather(leg, return_exceptions=True)
+            assert not node.legs
+            del leg
+            gc.collect()
+        assert complaints == []
+
+    run(test())
+
+
+def test_an_error_of_ours_is_not_counted_as_a_client_that_has_gone() -> None:
+    async def test() -> None:
+        async with fleet(1, 1) as (proxy, url, _, _), aiohttp.ClientSession() as session:
+
+            async def fail(*arguments: Any) -> Any:
+                raise RuntimeError("no")
+
+            proxy._try = fail  # type: ignore[method-assign]
+            async with session.post(url + COMPLETIONS, json={"prompt": PROMPT}) as answer:
+                assert answer.status == 500
+            page = proxy.records.page(0, 0.0).decode()
+            assert 'gimbal_route_requests_total{outcome="failed"} 1.0' in page
+            assert "client_gone" not in page
 
     run(test())
