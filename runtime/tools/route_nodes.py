@@ -57,13 +57,14 @@ class Node:
         self.report: NodeReport | None = None
         self.legs: set[asyncio.Task[object]] = set()  # calls to it; they end when it is lost
         self._reported_at = 0.0
+        self._has_reported = False  # ever
         self._sent: dict[str, Sent] = {}
         self._ended: set[str] = set()  # names in the last report that have ended since
 
     def observe(self, report: NodeReport, now: float) -> list[Computed]:
         """Takes a report; the prompts that this node has completed since the last one."""
         known = set(self.report.computed) if self.report is not None else set()
-        self.report, self._reported_at = report, now
+        self.report, self._reported_at, self._has_reported = report, now, True
         self._ended.clear()
         prefilling = {prefill.request for prefill in report.prefills}
         completed = {entry.request for entry in report.computed}
@@ -110,8 +111,9 @@ class Node:
         return report if report is not None and now - self._reported_at <= self.stale_after else None
 
     def silent(self, now: float) -> bool:
-        """Its reports have stopped coming: its engine may stand still, although its server answers."""
-        return self.report is not None and self.fresh(now) is None
+        """Its reports have stopped coming, or have not come again since it was lost: its engine may stand still,
+        although its server answers."""
+        return self._has_reported and self.fresh(now) is None
 
     def queued(self, now: float) -> list[tuple[int, int]] | None:
         """(tokens left, tokens done) of the prompts on it; None: not known."""

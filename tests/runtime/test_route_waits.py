@@ -41,6 +41,20 @@ def test_a_decode_node_whose_reports_have_stopped_gets_nothing_while_another_one
     assert dispatcher.take_decode(Ticket("a", 10), {other}) is silent
 
 
+def test_a_node_that_is_found_again_has_to_report_again_before_it_counts_as_one_that_does() -> None:
+    """What answers may be its API server alone; one that has never reported has no reports that could stop."""
+    found, other, never = make_node(DECODE, "found"), make_node(DECODE, "other"), Node("never", DECODE)
+    never.alive = True
+    found.lose("gone")
+    found.alive = True
+    assert [node.silent(0.0) for node in (found, other, never)] == [True, False, False]
+    dispatcher = Dispatcher([], [found, never], clock=lambda: 0.0)
+    assert [dispatcher.take_decode(Ticket(name, None)).url for name in "ab"] == ["never", "never"]
+    found.observe(make_report(), 0.0)
+    assert not found.silent(0.0)
+    assert dispatcher.take_decode(Ticket("c", 10)) is found
+
+
 def test_prompts_are_counted_by_nodes_that_report() -> None:
     class Counting:
         def __init__(self) -> None:
