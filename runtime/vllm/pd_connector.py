@@ -10,6 +10,7 @@ stores what is there after a prompt's first iteration.
 from __future__ import annotations
 
 import os
+import uuid
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ class SharedFolderConnector(ExampleConnector):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stores = self._kv_transfer_config.kv_role == "kv_producer"
-        self._written: list[tuple[str, str]] | None = None
+        self._written: dict[str, str] | None = None  # file that is being written -> its name when complete
+        # Not the process id: nodes in containers of their own may have the same.
+        self._suffix = uuid.uuid4().hex
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens to load beyond those that are here; whole blocks, and never the last token."""
@@ -55,10 +58,10 @@ class SharedFolderConnector(ExampleConnector):  # type: ignore[misc]
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Each file appears complete: another node may be reading that of an equal prompt."""
-        self._written = []
+        self._written = {}
         try:
             super().save_kv_layer(*args, **kwargs)
-            for partial, final in self._written:
+            for partial, final in self._written.items():  # once, also for equal prompts of one batch
                 os.replace(partial, final)
         finally:
             self._written = None
@@ -67,6 +70,6 @@ class SharedFolderConnector(ExampleConnector):  # type: ignore[misc]
         final = str(super()._generate_filename_debug(layer_name, token_ids, mm_hashes))
         if self._written is None:
             return final
-        partial = f"{final}.{os.getpid()}"
-        self._written.append((partial, final))
+        partial = f"{final}.{self._suffix}"
+        self._written[partial] = final
         return partial

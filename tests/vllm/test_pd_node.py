@@ -22,9 +22,10 @@ from gimbal_runtime.vllm import chunk_limit, node_stats
 from gimbal_runtime.vllm.guard import HookMismatch
 from gimbal_runtime.vllm.iteration_recorder import IterationRecorder
 from gimbal_runtime.vllm.pd_connector import SharedFolderConnector
+from safetensors.torch import load_file
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnectorMetadata, ReqMeta
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from .test_scheduler import BLOCK, Requests, make_config, make_scheduler, run_step
@@ -284,6 +285,29 @@ def test_only_what_a_prefill_node_completed_is_loaded(
     assert (
         consumer.get_num_new_matched_tokens(named(Requests().make(1), "b", gimbal_transferred=1), 0)[0] == 0
     )
+
+
+def test_equal_prompts_of_one_batch_are_stored_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    producer = make_connector(monkeypatch, "kv_producer", tmp_path)
+    block = producer._block_size
+    kv = torch.arange(4 * block * 2, dtype=torch.float32).reshape(4, 1, block, 2)
+    equal = [ReqMeta.make_meta(list(range(block + 1)), [1, 2], block, True, []) for _ in range(2)]
+    producer.bind_connector_metadata(ExampleConnectorMetadata(requests=equal))
+    producer.save_kv_layer("layer", kv, None)
+    [stored] = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert stored.name == "layer.safetensors"
+    assert torch.equal(load_file(stored)["kv_cache"], kv[1].transpose(0, 1))
+
+
+def test_nodes_with_the_same_process_id_write_files_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = set()
+    for _ in range(2):
+        producer = make_connector(monkeypatch, "kv_producer", tmp_path)
+        producer._written = {}
+        names.add(producer._generate_filename_debug("layer", torch.arange(16), []))
+    assert len(names) == 2
 
 
 def test_prefill_nodes_store_and_decode_nodes_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
