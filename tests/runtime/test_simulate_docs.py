@@ -60,3 +60,18 @@ def test_what_the_docs_say_of_the_rows() -> None:
         if mode == "also while waiting, shortest first":
             assert row["ttft_p99"] < p95[shape, load, "none"]["ttft_p99"]
             assert row["late_tokens"] <= p95[shape, load, "none"]["late_tokens"] + 5e-6
+
+
+def test_the_engine_choice_page_has_the_figures_of_the_simulated_bench() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "simulate-serving.json").read_text())["changes"]
+    percent = {
+        row["policy"]: {name: f"{100 * row[name]:+.0f}" for name in ("ttft_mean", "ttft_p99", "tpot_mean")}
+        for row in rows
+        if (row["setting"], row["load"]) == ("token-bound", 1.4)
+    }
+    dp, auto, choice = percent["dp"], percent["dp, age limit auto"], percent["choice only"]
+    text = " ".join((ROOT / "docs" / "engine-choice.md").read_text().split())
+    assert f"{dp['ttft_mean']} % in the mean and {dp['ttft_p99']} % in P99" in text
+    assert f"{auto['ttft_mean']} and {auto['ttft_p99']} % with `auto`" in text
+    assert f"{choice['ttft_mean']} and {choice['ttft_p99']} % by engine choice alone" in text
+    assert f"{dp['tpot_mean']} % time per token" in text
