@@ -175,9 +175,17 @@ class EngineSelector:
         engine = self.num_engines
         self.num_engines += 1
         self._time.append(-math.inf)
-        for figures in (self._prefill, self._kv, self._moe, self._kv_now, self._moe_term, self._score):
+        levels = (
+            self._prefill,
+            self._kv,
+            self._moe,
+            self._kv_now,
+            self._moe_term,
+            self._request_steps,
+            self._score,
+        )
+        for figures in levels:
             figures.append(0.0)
-        self._request_steps.append(0.0)
         self._requests.append(0)
         self._sent.add_engine()
         self.restore_engine(engine)
